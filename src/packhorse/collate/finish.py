@@ -24,28 +24,16 @@ def row_order(fakes: Sequence[bool], images: Sequence[int], family: Family) -> l
 
     Models with mRoPE assign image grids to attended image tokens, row by row. They skip the hidden tokens of
     a fake image but not its grid, so the image of the next row would get that grid and wrong positions. After
-    the last real image the grid of a fake image does no harm.
-
-    Args:
-        fakes: whether each sample's image is the fake one.
-        images: how many images each sample has.
-        family: only families with mRoPE reorder.
+    the last real image the grid of a fake image does no harm. Other families keep the order.
     """
     order = list(range(len(fakes)))
     first = next((index for index in order if fakes[index]), len(order))
     image_follows = any(images[index] and not fakes[index] for index in order[first:])
-    if not image_follows or not family.mrope:
-        return order
-    return sorted(order, key=lambda index: fakes[index])
+    return sorted(order, key=lambda index: fakes[index]) if image_follows and family.mrope else order
 
 
 def add_counts(batch: Mapping[str, Any], items: Sequence[Mapping[MediaKind, int]]) -> dict[str, Any]:
-    """Add ``n_images_per_sample`` [B], ``n_videos_per_sample`` and ``n_audios_per_sample``, if not all 0.
-
-    Args:
-        batch: the batch.
-        items: the number of media items of each kind, for each row.
-    """
+    """Add ``n_images_per_sample`` [B], ``n_videos_per_sample`` and ``n_audios_per_sample``, if not all 0."""
     result = dict(batch)
     for kind in MEDIA_KINDS:
         numbers = [row.get(kind, 0) for row in items]
@@ -105,11 +93,7 @@ class Records:
 
 
 def check_present(examples: Sequence[Any]) -> None:
-    """Raise if a sample of the batch is None.
-
-    Raises:
-        ConfigError: it says what to do.
-    """
+    """Raise :class:`ConfigError` if a sample of the batch is None."""
     missing = [index for index, example in enumerate(examples) if example is None]
     if missing:
         raise ConfigError(

@@ -26,11 +26,7 @@ class Span(NamedTuple):
 
 
 def spans(documents: torch.Tensor) -> Iterator[Span]:
-    """Yield the documents of a batch. Hidden tokens may be inside one.
-
-    Raises:
-        ConfigError: document numbers decrease within a row.
-    """
+    """Yield the documents of a batch, hidden tokens inside them included; raise if their numbers decrease."""
     for row, numbers in enumerate(documents):
         seen = torch.nonzero(numbers).flatten()
         visible = numbers[seen]
@@ -49,10 +45,8 @@ def block_causal_mask(
 ) -> torch.Tensor:
     """Return the mask bool [B, 1, S, S], True if the row's token attends to the column's.
 
-    Args:
-        documents: [B, S].
-        bidirectional: bool [B, S]: tokens that also attend to later tokens of their own run of such tokens.
-        window: how many tokens of its document a token attends to, itself included; None for all.
+    Tokens marked in ``bidirectional`` [B, S] also attend to later tokens of their own run of such tokens.
+    With ``window`` a token attends to that many tokens of its document, itself included.
     """
     rows, length = documents.shape
     # numpy's zeros are untouched memory: the blocks between documents are never written.
@@ -135,11 +129,7 @@ def find_segments(documents: torch.Tensor, alignment: int | Sequence[int] = 1) -
 
     With ``alignment``, segments begin at multiples of it: the hidden tokens up to the next multiple belong to
     the segment of their document. They follow all its tokens, so causal attention does not reach them.
-
-    Args:
-        documents: [B, S].
-        alignment: of all rows, or one for each row: rows that were packed with a smaller one have documents
-            that begin between multiples.
+    ``alignment`` may have one value per row: documents packed with a smaller one begin in between.
     """
     list(spans(documents))  # raises if numbers decrease
     hidden = (documents == 0).to(torch.int64)
@@ -198,12 +188,8 @@ class PackedBlockMask(BlockMask):
 
 
 def document_block_mask(documents: torch.Tensor) -> PackedBlockMask:
-    """Return the block mask of flex attention for document numbers [B, S].
-
-    Raises:
-        ConfigError: document numbers decrease within a row.
-    """
-    list(spans(documents))
+    """Return the block mask of flex attention for document numbers [B, S]."""
+    list(spans(documents))  # raises if numbers decrease
     rows, length = documents.shape
     blocks = -(-length // _BLOCK)
     padded = torch.nn.functional.pad(documents, (0, blocks * _BLOCK - length)).view(rows, blocks, _BLOCK)

@@ -111,11 +111,7 @@ def neat_packed_vlm_collater(
 
 
 def read_packs(batch: Sequence[Pack]) -> tuple[list[PackedSample], Family | None]:
-    """Parse the packs of a batch; return them and their family, if they carry it.
-
-    Raises:
-        ConfigError: a pack is None.
-    """
+    """Parse the packs of a batch; return them and their family, if they carry it."""
     check_present(batch)
     family = next((pack["_family"] for pack in batch if pack.get("_family") is not None), None)
     return [to_pack(pack, family) for pack in batch], family
@@ -254,11 +250,7 @@ class PackedRows:
     """The packs of a batch, to be joined to batch tensors."""
 
     def __init__(
-        self,
-        packs: Sequence[PackedSample],
-        family: Family | None,
-        padding_idx: int,
-        max_length: int | None,
+        self, packs: Sequence[PackedSample], family: Family | None, padding_idx: int, max_length: int | None
     ) -> None:
         self.packs, self.family, self.padding_idx = packs, family, padding_idx
         longest = max(map(len, packs))

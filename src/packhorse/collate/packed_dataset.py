@@ -23,13 +23,7 @@ from packhorse.families.qwen_vl import RopeIndex
 from packhorse.formats.meta import MetaDataset
 from packhorse.formats.summary import MetaExamples
 from packhorse.ledger import Ledger
-from packhorse.plan.lengths import (
-    Eligibility,
-    LazyLengths,
-    after_shift,
-    check_eligibility,
-    sample_lengths,
-)
+from packhorse.plan.lengths import Eligibility, LazyLengths, after_shift, check_eligibility, sample_lengths
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
 from packhorse.types import Action, Drop, Flags, Integers, Reason, Sample, Stage
@@ -168,11 +162,7 @@ class PackedDatasetWrapper(ReplacingDataset):
         return str(key(index)) if callable(key) else str(index)
 
     def load(self, idx: int) -> dict[str, Any]:
-        """Build one pack.
-
-        Raises:
-            EmptyPack: none of its samples can be used.
-        """
+        """Build one pack; raise :class:`EmptyPack` if none of its samples can be used."""
         chosen, dropped = self.pack_samples(idx)
         failures: list[tuple[int, BadSample]] = []
         for index in dropped:
@@ -436,11 +426,7 @@ def _make_plan(
 def _read_plan(
     plan: PackPlan | str | os.PathLike[str], eligibility: Eligibility, pack_size: int, alignment: int
 ) -> PackPlan:
-    """Return a given plan without the samples that cannot be in a pack.
-
-    Raises:
-        ConfigError: it has other samples, or its packs are too large.
-    """
+    """Return a given plan without the samples that cannot be in a pack; raise if it is for other packs."""
     name = "the plan" if isinstance(plan, PackPlan) else os.fspath(plan)
     plan = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
     lengths = eligibility.lengths
@@ -476,11 +462,7 @@ def _select_packs(packs: int, max_packs: int | None) -> Flags:
 def _record_excluded(
     packed: PackedDatasetWrapper, plan: PackPlan, eligibility: Eligibility, max_packs: int | None
 ) -> None:
-    """Record why samples are in no pack.
-
-    Raises:
-        BadSample: ``on_bad="raise"``, and a row could not be counted.
-    """
+    """Record why samples are in no pack; ``on_bad="raise"`` raises if a row could not be counted."""
     details = {"over_limit": "alone over a limit of the plan", "empty_sample": "no tokens"}
     if max_packs is not None:
         details["left_over"] = f"beyond max_packs={max_packs}"
@@ -513,11 +495,7 @@ class PackedDatasetWrapperConfig:
     max_retries: int = 10
 
     def build(
-        self,
-        inner_dataset: Any,
-        bins: Bins,
-        padding_idx: int = 0,
-        get_rope_index: RopeIndex | None = None,
+        self, inner_dataset: Any, bins: Bins, padding_idx: int = 0, get_rope_index: RopeIndex | None = None
     ) -> PackedDatasetWrapper:
         """Wrap a dataset of encoded samples; no sample is encoded yet."""
         return PackedDatasetWrapper(

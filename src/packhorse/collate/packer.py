@@ -40,13 +40,8 @@ _COUNTS: Mapping[str, MediaKind] = {f"n_{kind}s": kind for kind in MEDIA_KINDS}
 def layout_of(key: str, family: Family | None, values: Iterable[Any] = ()) -> TensorLayout:
     """Return the declared layout of a media tensor; for the generic family, by its name.
 
-    Args:
-        key: of the tensor.
-        family: None if unknown: then the declaration of any family counts.
-        values: what samples hold under the key, if that need not be tensors.
-
-    Raises:
-        ConfigError: no family declares it, or it is not a tensor.
+    Without a family the declaration of any family counts. ``values`` are what samples hold under the key, if
+    that need not be tensors. Raises :class:`ConfigError` if it is not declared, or not a tensor.
     """
     table = _DECLARED if family is None else family.layout
     if key in table:
@@ -84,19 +79,11 @@ def to_sample(
 ) -> Sample:
     """Parse an encoded sample; :meth:`packhorse.types.Sample.to_dict` is the inverse.
 
-    Args:
-        values: tensors, arrays or lists per token; media as the layout declares them, or as a list with one
-            tensor or array for each media item (its rows if each item has several, else the item itself,
-            without the axis of items); ``n_images``, ``n_videos`` and ``n_audios``. Keys with a leading
-            underscore are ignored.
-        family: None if unknown: then all families that declare the sample's media have to declare a list
-            alike.
-        key: of the sample.
-        strict: raise for an entry that is not media; otherwise it is ignored.
-
-    Raises:
-        ConfigError: no family declares a media tensor, it is not a tensor, its list has not one entry for
-            each media item, or families disagree on what its entries are.
+    Takes tensors, arrays or lists per token; media as the layout declares them, or as a list with one tensor
+    or array for each media item (its rows if each item has several, else the item itself, without the axis of
+    items); ``n_images``, ``n_videos`` and ``n_audios``. Keys with a leading underscore are ignored, and so
+    are entries that are not media unless ``strict``. Without a family, all families that declare the sample's
+    media have to declare a list alike. Raises :class:`ConfigError` for other media.
     """
     per_token, others = _split(values, family)
     media = {
@@ -169,16 +156,9 @@ def _as_tensor(key: str, value: Any) -> torch.Tensor:
 def join(
     key: str, parts: Sequence[torch.Tensor], family: Family | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Concatenate tensors along axis 0, with one copy of each.
+    """Concatenate tensors along axis 0, with one copy of each; raise if they do not fit together.
 
-    Args:
-        key: for messages, and to look up whether other axes may differ.
-        parts: at least one.
-        family: None if unknown.
-        dtype: the dtype of the result; None is the widest of the parts.
-
-    Raises:
-        ConfigError: the parts do not fit together.
+    The family declares whether other axes may differ. ``dtype`` of None is the widest of the parts.
     """
     dtype = reduce(torch.promote_types, (part.dtype for part in parts)) if dtype is None else dtype
     shapes = {part.shape[1:] for part in parts}
@@ -281,12 +261,7 @@ class Packer:
         self.sequence_alignment, self.family = sequence_alignment, family
 
     def prepare(self, sample: Sample) -> Sample:
-        """Shift an encoded sample by one token and compute its positions.
-
-        Raises:
-            BadSample: it has fewer than two tokens.
-            ConfigError: it has no labels, or tensors of another length.
-        """
+        """Shift an encoded sample of at least two tokens by one, and compute its positions."""
         length = sample.tokens["input_ids"].shape[-1]
         if length < 2:
             detail = f"sample has {length} token; at least 2 are needed for the label shift"
@@ -381,11 +356,7 @@ def pad_last(tensor: torch.Tensor, width: int, fill: float, side: str = "right")
 def stack_tokens(
     rows: Sequence[Mapping[str, torch.Tensor]], width: int, padding_idx: int, side: str = "right"
 ) -> dict[str, Any]:
-    """Stack and pad the tensors per token of several rows to [B, width] (of [3, S]: [3, B, width]).
-
-    Raises:
-        ConfigError: leading axes differ, or only some rows have positions.
-    """
+    """Stack and pad the tensors per token of several rows to [B, width] (of [3, S]: [3, B, width])."""
     stacked = {}
     for key in dict.fromkeys(key for row in rows for key in row):
         given = [row.get(key) for row in rows]
@@ -444,12 +415,8 @@ def to_pack(values: Mapping[str, Any], family: Family | None) -> PackedSample:
 def _shift_sample(sample: Mapping[str, Any], has_mrope: bool = False) -> dict[str, Any]:
     """Shift one sample by one token: each position gets the label of the next token.
 
-    Args:
-        sample: ``input_ids`` and ``labels`` [S], other tensors per token ([S] or [1, S]), media tensors.
-        has_mrope: it has ``position_ids`` [3, S], which are cut like the ids; otherwise positions stay.
-
-    Returns:
-        A new dict of views one token shorter; media tensors are the same objects.
+    Returns views one token shorter; media tensors are the same objects. Only with ``has_mrope`` are
+    ``position_ids`` [3, S] cut like the ids; otherwise positions stay.
     """
     names = [key for key in token_keys(sample, MEDIA_KEYS) if has_mrope or key != "position_ids"]
     return {**sample, **shift_tokens({key: torch.as_tensor(sample[key]) for key in names})}

@@ -69,11 +69,7 @@ def pad_collate_fn(
 
 
 def _read(examples: Sequence[Mapping[str, Any]], family: Family, *, needs_labels: bool) -> list[Sample]:
-    """Parse the samples of a batch.
-
-    Raises:
-        ConfigError: ids or labels are missing, or the family does not declare a media tensor.
-    """
+    """Parse the samples of a batch; raise :class:`ConfigError` if ids or labels are missing."""
     needed = ("input_ids", "labels") if needs_labels else ("input_ids",)
     for index, example in enumerate(examples):
         missing = [key for key in needed if example.get(key) is None]

@@ -13,14 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from logging import getLogger
 from typing import Any
 
-from packhorse.chat import (
-    CannotAlign,
-    Processor,
-    Tokenizer,
-    is_transformers,
-    template_errors,
-    tokenizer_of,
-)
+from packhorse.chat import CannotAlign, Processor, Tokenizer, is_transformers, template_errors, tokenizer_of
 from packhorse.errors import ConfigError
 from packhorse.families import Encoder, Family, Generic
 
@@ -65,11 +58,7 @@ def can_encode(encoder: Encoder) -> bool:
 
 
 def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call ``function`` with those of ``options`` that it takes, and neutral values for what it requires.
-
-    Raises:
-        ConfigError: it does not take a media argument, which would be lost.
-    """
+    """Call ``function`` with those of ``options`` that it takes, and neutral values for what it requires."""
     parameters = _parameters(function)
     if parameters is None:
         return function(*arguments, **options)
@@ -141,9 +130,7 @@ def _without_payload(part: Any) -> Any:
 def render(encoder: Encoder, turns: Turns) -> str:
     """Render turns as one text with the processor's own template; placeholders are not expanded.
 
-    Raises:
-        CannotAlign: the processor does not return a text.
-        ConfigError: it has no ``apply_chat_template``.
+    Raises :class:`CannotAlign` if the processor does not return a text.
     """
     if can_encode(encoder):
         return encoder.render(turns)

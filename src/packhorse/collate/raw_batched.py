@@ -15,14 +15,7 @@ import torch
 from packhorse.chat import IGNORE_INDEX, is_transformers, pad_token_id, template_errors, token_keys
 from packhorse.collate.finish import add_counts, cast_pixels, records_of, row_order, sample_key, shift_batch
 from packhorse.collate.packer import media_keys, stack_tokens
-from packhorse.collate.processor_call import (
-    call,
-    can_encode,
-    logger,
-    padding_side,
-    plain_turns,
-    render,
-)
+from packhorse.collate.processor_call import call, can_encode, logger, padding_side, plain_turns, render
 from packhorse.collate.raw_examples import (
     Batch,
     Example,
@@ -56,20 +49,9 @@ def collate_batched(
 ) -> Batch:
     """Encode all examples in one call, label the answers, cut or drop what is longer than ``max_length``.
 
-    Args:
-        examples: in the documented format.
-        encoder: of the processor.
-        call_processor: returns the padded tensors of examples.
-        max_length: see :func:`~packhorse.collate.raw_examples.collate_encoded`, like ``drop_longer`` and
-            ``pixel_dtype``.
-        hook: changes the batch before labels are made.
-        drop_longer: see there.
-        pixel_dtype: see there.
-        place_audio: see :func:`~packhorse.collate.raw_examples.read_examples`.
-        media_tokens: the ids that stand for media; None for those that the processor names.
-
-    Raises:
-        BadSample: an example cannot be encoded, or all are longer than ``max_length`` and to be dropped.
+    ``call_processor`` returns the padded tensors of examples; ``hook`` changes the batch before labels are
+    made; ``media_tokens`` are the ids that stand for media, None for those that the processor names. For the
+    rest see :func:`~packhorse.collate.raw_examples.collate_encoded` and ``read_examples``.
     """
     records, family = records_of(examples), encoder.family
     read = read_examples(examples, encoder, place_audio=place_audio)
@@ -207,11 +189,7 @@ class Decoded(NamedTuple):
 
 
 def decode(example: Example, encoder: Encoder) -> Decoded:
-    """Decode the media of an example.
-
-    Raises:
-        BadSample: a media item is missing, broken or of a kind that the family does not take.
-    """
+    """Decode the media of an example; raise :class:`BadSample` if one is missing or broken."""
     media = LoadedMedia([], [], [])
 
     def load(ref: MediaRef) -> Any:
@@ -229,11 +207,7 @@ def decode(example: Example, encoder: Encoder) -> Decoded:
 def fill_media(
     example: Example, encoder: Encoder, load: Callable[[MediaRef], Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the turns of an example with what ``load`` returns in each media part.
-
-    Raises:
-        BadSample: the family does not take a media item, or ``load`` raises.
-    """
+    """Return the turns of an example with what ``load`` returns in each media part."""
     turns = []
     with sample_key(example.key):
         encoder.family.check(example.conversation)
@@ -250,11 +224,7 @@ def fill_media(
 
 
 def render_examples(examples: Sequence[Example], encoder: Encoder) -> list[str]:
-    """Render each example as a text, placeholders not expanded.
-
-    Raises:
-        BadSample: the chat template rejects one.
-    """
+    """Render each example as a text, placeholders not expanded."""
     return [_render(example, encoder) for example in examples]
 
 

@@ -11,13 +11,7 @@ from packhorse.chat import Processor, pad_token_id, template_errors, token_keys
 from packhorse.collate.finish import sample_key
 from packhorse.collate.packer import media_keys
 from packhorse.collate.padded import pad_samples
-from packhorse.collate.processor_call import (
-    call,
-    can_encode,
-    logger,
-    padding_side,
-    takes_grouped_options,
-)
+from packhorse.collate.processor_call import call, can_encode, logger, padding_side, takes_grouped_options
 from packhorse.collate.raw_batched import (
     Hook,
     call_with_texts,
@@ -155,11 +149,9 @@ def qwen2_5_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Process
     if not examples:
         return {}
     encoder = Encoder(processor)
-    return (
-        collate_encoded(examples, encoder)
-        if can_encode(encoder)
-        else collate_batched(examples, encoder, _call_with_texts)
-    )
+    if can_encode(encoder):
+        return collate_encoded(examples, encoder)
+    return collate_batched(examples, encoder, _call_with_texts)
 
 
 def _call_with_texts(examples: Sequence[Example], encoder: Encoder) -> Mapping[str, Any]:

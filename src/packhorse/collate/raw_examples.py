@@ -29,12 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An example of a batch.
-
-    Attributes:
-        values: the example in the documented format.
-        conversation: the same, parsed; its key names the sample.
-    """
+    """An example of a batch in the documented format, and parsed; its conversation has the sample's key."""
 
     values: Mapping[str, Any]
     conversation: Conversation
@@ -60,17 +55,7 @@ class Example:
 def read_examples(
     examples: Sequence[Mapping[str, Any]], encoder: Encoder, *, place_audio: bool = True
 ) -> list[Example]:
-    """Parse the examples of a batch.
-
-    Args:
-        examples: in the documented format; a :class:`~packhorse.encode.robust.Batch` has their keys.
-        encoder: of the processor.
-        place_audio: make audio next to a conversation a part of it.
-
-    Raises:
-        BadSample: an example is not in the documented format.
-        ConfigError: an entry is no example, or the processor has no chat template.
-    """
+    """Parse the examples of a batch; ``place_audio`` makes audio next to a conversation a part of it."""
     check_present(examples)
     for index, example in enumerate(examples):
         if "input_ids" in example and "conversation" not in example:
@@ -97,16 +82,9 @@ def collate_encoded(
 ) -> Batch:
     """Encode each example, cut or drop what is longer than ``max_length``, pad.
 
-    Args:
-        examples: in the documented format.
-        encoder: encodes them.
-        max_length: the length of every row before the shift; None pads to the longest.
-        drop_longer: drop samples that are longer instead of cutting them.
-        pixel_dtype: what pixels are cast to; None leaves them.
-        side: where to pad; None asks the processor.
-
-    Raises:
-        BadSample: an example cannot be encoded, or all are longer than ``max_length`` and to be dropped.
+    ``max_length`` is the length of every row before the shift; None pads to the longest. With ``drop_longer``
+    longer samples are dropped, not cut; if all are, it raises :class:`BadSample`. ``pixel_dtype`` of None
+    leaves pixels, ``side`` of None pads on the processor's side.
     """
     records, read = records_of(examples), read_examples(examples, encoder)
 
@@ -171,16 +149,10 @@ class MediaFit:
 def keep_fitting_media(
     example: Example, encoded: T, encode: Callable[[Example], T], fits: Callable[[T], bool]
 ) -> tuple[Example, T]:
-    """Cut an example before the first media item that does not fit.
+    """Cut an example before the first media item that does not fit; return it and its encoding.
 
-    Args:
-        example: longer than the limit.
-        encoded: the encoded example.
-        encode: encodes a shorter example.
-        fits: whether all media of an encoded example are within the limit.
-
-    Returns:
-        The example with as many media items as fit, and encoded. Finds them by bisection on encoded examples.
+    ``fits`` returns whether all media of an encoded example are within the limit. Finds the number of media
+    items by bisection on encoded examples.
     """
     if fits(encoded):
         return example, encoded
@@ -215,7 +187,9 @@ def _first_media(example: Example, number: int) -> Example:
         for part in turn["content"] if not isinstance(turn["content"], str) else ():
             if part["type"] in MEDIA_KINDS:
                 if kept == number:
-                    return _with_turns(example, [*turns, *_cut_turn(turn, parts, turns)])
+                    cut = [*turns, *_cut_turn(turn, parts, turns)]
+                    values = {**example.values, "conversation": cut}
+                    return Example(values, parse_conversation(values, example.key))
                 kept += 1
             parts.append(part)
         turns.append(turn)
@@ -228,8 +202,3 @@ def _cut_turn(turn: Mapping[str, Any], parts: list[Any], before: Turns) -> list[
         return [{**turn, "content": parts}]
     asked = any(earlier["role"] == "user" for earlier in before)
     return [] if asked else [{**turn, "content": [{"type": "text", "text": ""}]}]
-
-
-def _with_turns(example: Example, turns: Turns) -> Example:
-    values = {**example.values, "conversation": list(turns)}
-    return Example(values, parse_conversation(values, example.key))

@@ -14,13 +14,7 @@ from packhorse.chat import IGNORE_INDEX, Processor, Tokenizer, is_transformers, 
 from packhorse.collate.finish import sample_key
 from packhorse.collate.packer import stack_tokens
 from packhorse.collate.padded import pad_samples
-from packhorse.collate.processor_call import (
-    call,
-    can_encode,
-    has_parameter,
-    plain_turns,
-    text_ids,
-)
+from packhorse.collate.processor_call import call, can_encode, has_parameter, plain_turns, text_ids
 from packhorse.collate.raw_batched import (
     call_with_texts,
     collate_batched,
@@ -96,13 +90,9 @@ def gemma4_inject_thinking_prefix(batch: Mapping[str, Any], processor: Processor
 def _inject_thinking_prefix_tokens(batch: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     r"""Insert ``<|channel>thought\n<channel|>`` after every ``<|turn>model\n`` that is not followed by it.
 
-    Args:
-        batch: ``input_ids`` [B, S], and any other tensors. For inserted tokens ``attention_mask`` is 1,
-            ``labels`` are IGNORE_INDEX and every other integer tensor [B, S] is 0; everything else stays.
-        tokenizer: has the ids of the tokens and of padding.
-
-    Returns:
-        A new batch of the same length if the padding leaves enough space, else as long as its longest row.
+    For inserted tokens ``attention_mask`` is 1, ``labels`` are IGNORE_INDEX and every other integer tensor
+    [B, S] is 0; everything else stays. The new batch has the same length if the padding leaves enough space,
+    else that of its longest row.
     """
     marker, prefix = _patterns(tokenizer)
     ids = batch["input_ids"]
@@ -518,11 +508,7 @@ def _audio_clips(example: Mapping[str, Any]) -> int:
 
 
 def _extra_audio(example: Example, encoder: Encoder) -> list[tuple[Any, int]]:
-    """Return the (array, rate) pairs next to a conversation, each at its own rate.
-
-    Raises:
-        BadSample: there is audio in the conversation too, or a clip is too short.
-    """
+    """Return the (array, rate) pairs next to a conversation, each at its own rate."""
     family, sources = encoder.family, extra_audio(example.values)
     if sources and any(ref.kind == "audio" for ref in example.conversation.media):
         raise family.bad("audio next to the conversation ('audio') and in it", example.conversation)

@@ -14,14 +14,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import (
-    IGNORE_INDEX,
-    CannotAlign,
-    Processor,
-    Tokenizer,
-    answer_spans,
-    label_tokens,
-)
+from packhorse.chat import IGNORE_INDEX, CannotAlign, Processor, Tokenizer, answer_spans, label_tokens
 from packhorse.collate.finish import Records
 from packhorse.collate.processor_call import (
     STUB_ERRORS,
@@ -184,11 +177,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int | None:
 
 
 def _markers(encoder: Encoder) -> tuple[list[int], int]:
-    """Return the ids that open an assistant turn, and the id that closes it.
-
-    Raises:
-        CannotAlign: they are unknown.
-    """
+    """Return the ids that open an assistant turn, and the id that closes it; raise if they are unknown."""
     if type(encoder.processor).__name__ not in _IMSTART_TEMPLATE_PROCESSORS:
         with suppress(*tolerated_errors(encoder.processor, CannotAlign)):
             markers = encoder.turn_markers
@@ -206,10 +195,8 @@ def _label_between_markers(
 ) -> list[int]:
     """Label what follows each marker that the template wrote, up to the stop token.
 
-    The texts of the conversation show which markers were typed.
-
-    Raises:
-        CannotAlign: the ids have more or fewer markers than template and texts together.
+    The texts of the conversation show which markers were typed. Raises :class:`CannotAlign` if the ids have
+    more or fewer markers than template and texts together.
     """
     marker, stop = _markers(encoder)
     starts = find_all(ids, marker)
@@ -291,14 +278,10 @@ def _find_answer(ids: list[int], text: str, position: int, tokenizer: Tokenizer)
 def _find_pattern_indices(
     template: Any, pattern: Any, search_start_index: int = 0, allow_first_token_mismatch: bool = False
 ) -> tuple[int, int]:
-    """Return (first, after last) of ``pattern`` in ``template``, or (-1, -1).
+    """Return (first, after last) of ``pattern`` in ``template``, both ids, or (-1, -1).
 
-    Args:
-        template: ids, a 1-D tensor or a list.
-        pattern: the ids to find.
-        search_start_index: where the search begins.
-        allow_first_token_mismatch: the first id of the pattern may differ (a space before a word changes
-            it); a pattern of one id must still be equal.
+    With ``allow_first_token_mismatch`` the first id of the pattern may differ (a space before a word changes
+    it); a pattern of one id must still be equal.
     """
     ids, wanted = (
         list(value.tolist() if hasattr(value, "tolist") else value) for value in (template, pattern)

@@ -32,11 +32,7 @@ Keyed = TypeVar("Keyed", bound=_Keyed)
 def _extract_media_from_conversations(
     conversations: Sequence[Turns],
 ) -> tuple[list[Any] | None, list[Any] | None]:
-    """Return all images and all videos of a batch in the order of the text, as the parts hold them.
-
-    Returns:
-        (images, videos), each None if there is none.
-    """
+    """Return all images and all videos of a batch in the order of the text; None if there are none."""
     media = (ref for conversation in conversations for ref in _media(conversation))
     refs = [ref for ref in media if ref.source is not None]
     images = [ref.source for ref in refs if ref.kind == "image"]
@@ -63,12 +59,7 @@ def _ensure_rgb(conversations: Sequence[Turns]) -> Sequence[Turns]:
 
 
 def _extract_image_config(processor: Processor) -> dict[str, int] | None:
-    """Return the geometry by which Qwen-like image processors cut images into tokens; None if there is none.
-
-    Returns:
-        ``patch_size``, ``merge_size``, ``factor`` (pixels along a token's side), ``min_pixels`` and
-        ``max_pixels``; see :func:`packhorse.formats.estimate.image_config`.
-    """
+    """Return the geometry of Qwen-like images; see :func:`packhorse.formats.estimate.image_config`."""
     return image_config(processor)
 
 
@@ -132,8 +123,7 @@ def drop_overlong(
 ) -> list[Keyed]:
     """Return the samples of a batch that are not longer than ``max_length``, and record the others.
 
-    Raises:
-        BadSample: all are longer. Nothing is recorded then: the caller decides what happens to them.
+    If all are longer it raises and records nothing: the caller decides what happens to them.
     """
     kept = _within(lengths, max_length, [sample.key for sample in samples], records)
     return [samples[index] for index in kept]
@@ -155,11 +145,7 @@ def _within(lengths: Sequence[int], max_length: int, keys: Sequence[str], record
 
 
 def token_length(conversation: Turns, encoder: Encoder, key: str = "") -> int:
-    """Estimate the tokens of a conversation from its text and from the headers of its media.
-
-    Raises:
-        BadSample: the chat template rejects it.
-    """
+    """Estimate the tokens of a conversation from its text and from the headers of its media."""
     try:
         text = len(text_ids(encoder.tokenizer, render(encoder, plain_turns(conversation, encoder.family))))
     except template_errors() as error:

@@ -89,13 +89,7 @@ Row = list[tuple[int | None, Sample]]
 
 
 class BatchBuilder:
-    """Builds batches from work items; see the subclasses.
-
-    Args:
-        config: settings that :func:`~packhorse.loader.startup.check_batches` has accepted.
-        samples: encodes single samples; a sample that fails is recorded in its ledger and dropped.
-        model: the model that the batches are for.
-    """
+    """Builds batches from work items, see the subclasses; a sample that fails is recorded and dropped."""
 
     def __init__(self, config: LoaderConfig, samples: PreTokenizedDatasetWrapper, model: ModelInfo) -> None:
         self.config, self.samples, self.model = config, samples, model

@@ -300,11 +300,7 @@ def load(  # noqa: D417 (the settings are documented once, in LoaderConfig)
 
 
 def as_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """Return a torch dtype by its name.
-
-    Raises:
-        ConfigError: torch has none of this name.
-    """
+    """Return a torch dtype by its name; raise :class:`ConfigError` if torch has none."""
     if name is None or isinstance(name, torch.dtype):
         return name
     dtype = getattr(torch, name.removeprefix("torch."), None)

@@ -86,11 +86,7 @@ class BadSampleBudget:
         self.counters = self.lost, 0
 
     def update(self, info: BatchInfo) -> None:
-        """Count a batch; one that stops the run does not count.
-
-        Raises:
-            TooManyBad: the budget is exceeded.
-        """
+        """Count a batch; one that stops the run (:class:`TooManyBad`) does not count."""
         lost, consecutive = self.counters
         lost += len(info.lost)
         for delivered in info.delivered:
@@ -113,11 +109,7 @@ class BadSampleBudget:
         return exceeds_share(self.bad + lost, self.samples, self.max_share)
 
     def check(self, lost: int) -> None:
-        """Raise if too many samples are bad; see :meth:`is_exceeded`.
-
-        Raises:
-            TooManyBad: the budget is exceeded.
-        """
+        """Raise :class:`TooManyBad` if too many samples are bad; see :meth:`is_exceeded`."""
         if self.is_exceeded(lost):
             bad, failed = self.bad + lost, f", {lost:,} of them failed in this epoch" if lost else ""
             raise self._error(f"{bad:,} of {self.samples:,} samples cannot be used{failed}", bad=bad)
@@ -190,16 +182,10 @@ def reconcile(
 ) -> EpochStats:
     """Sum the epoch over all ranks and compare it with the plan; rank 0 logs the result.
 
-    Args:
-        own: what this rank was given since this process started the epoch, without ``reasons``.
-        before: samples delivered and lost before that, over all ranks (``shard_data``: on this one); None if
-            unknown.
-        shard_data: rows and plan are this rank's own, so they are summed too.
-        ledger: this rank's.
-        ranks: to sum over; without a process group the result is this rank's part.
-
-    Raises:
-        PackhorseError: samples were planned but neither delivered nor lost.
+    ``own`` is what this rank was given since this process started the epoch, without ``reasons``. ``before``
+    are samples delivered and lost before that, over all ranks (``shard_data``: on this one); None if unknown.
+    With ``shard_data`` rows and plan are this rank's own and are summed too. Without a process group the
+    result is this rank's part. Raises if samples were planned but neither delivered nor lost.
     """
     parts = ranks.gather((own, before))
     stats = [part for part, _ in parts]
@@ -250,11 +236,7 @@ class StepFile:
         return None if ledger.path is None else cls(ledger.path.with_suffix(_STEPS))
 
     def append(self, branch: str, step: int, tally: Tally, drops: Iterable[Drop] = ()) -> None:
-        """Write one micro-step.
-
-        Raises:
-            SystemFault: the file cannot be written.
-        """
+        """Write one micro-step; raise :class:`SystemFault` if the file cannot be written."""
         line = json.dumps([branch, step, *tally, *map(asdict, drops)]).encode() + b"\n"
         try:
             if not self._appended:
@@ -287,11 +269,7 @@ class StepFile:
 
 
 def count_used(ledger: Ledger, ranks: Collectives, state: LoaderState) -> Tally | None:
-    """Sum what all ranks were given in the used steps of a state, from their step files.
-
-    Returns:
-        The same on all ranks; None if a step of a rank is in no file that can be read.
-    """
+    """Sum what all ranks were given in the used steps of a state; None if a step file lacks a step."""
     own = StepFile.of(ledger)
     if own is None or (ranks.world.size > 1 and not ranks.is_distributed):
         return None

@@ -270,9 +270,8 @@ class Loader:
     def _deliver(self, built: Built, waited: float) -> None:
         """Count a batch as delivered, and reconcile the epoch after its last one.
 
-        Raises:
-            PackhorseError: the run stops, and the batch does not count; its ledger entries stay until
-                iterating or resuming rolls them back.
+        If that raises, the run stops and the batch does not count; its ledger entries stay until iterating or
+        resuming rolls them back.
         """
         current, state = self._current, self._state
         counters, delivered = current.budget.counters, len(current.tallies)
@@ -477,10 +476,8 @@ class Loader:
             lost = used.lost
         elif self.cursor:
             lost = count_lost(self.ledger, self.epoch)
-        bad, limits = (
-            int((~self.counts.ok).sum()),
-            (self.config.max_bad_share, self.config.max_consecutive_bad),
-        )
+        limits = (self.config.max_bad_share, self.config.max_consecutive_bad)
+        bad = int((~self.counts.ok).sum())
         budget = BadSampleBudget(len(self.counts), bad, self._plan_world.size, *limits, self.ledger, lost)
         if budget.is_exceeded(0):
             budget.ledger = self._ledger_of_drops(plan)

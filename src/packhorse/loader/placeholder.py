@@ -30,13 +30,10 @@ _TENTHS = tuple(range(1, 11))  # of a second: shorter clips vanish in the convol
 
 
 def smallest_media(encoder: Encoder, kind: MediaKind) -> MediaSize:
-    """Return the size of the media item of a kind with the fewest tokens.
+    """Return the size of the media item of a kind with the fewest tokens; raise if none is accepted.
 
     Counts small sizes by the family's rule. A family that has to run the processor to count gets a fixed
     size.
-
-    Raises:
-        ConfigError: the processor accepts none of them.
     """
     family = encoder.family
     shapes = [(h, w) for h in _SIDES for w in _SIDES if h * w <= _MAX_PIXELS] if family.exact else []
@@ -61,11 +58,7 @@ def smallest_media(encoder: Encoder, kind: MediaKind) -> MediaSize:
 
 
 class Placeholders:
-    """Placeholder samples, each encoded once.
-
-    Args:
-        dataset: encodes them.
-    """
+    """Placeholder samples, each encoded once by a copy of ``dataset``."""
 
     def __init__(self, dataset: PreTokenizedDatasetWrapper) -> None:
         # A copy that does not truncate and has its own ledger: a placeholder is no row of the data.
@@ -78,13 +71,7 @@ class Placeholders:
         """Return encoded samples without supervised tokens, before the shift, each with its media kind.
 
         One for each kind; kinds that fill the same tensors (images and frames of SmolVLM and InternVL) share
-        one.
-
-        Args:
-            media_mask: the kinds; none gives a sample without media.
-
-        Raises:
-            ConfigError: the processor cannot encode a placeholder.
+        one. An empty mask gives a sample without media.
         """
         chosen = dict(self._smallest_like(kind) for kind in media_mask.kinds)
         if not chosen:

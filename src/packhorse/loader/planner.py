@@ -49,20 +49,11 @@ def sample_capacity(config: LoaderConfig, reserve: int = 0) -> int:
 class Planner:
     """Plans the epochs of a dataset.
 
-    Args:
-        counts: counts of every row; those that are not ``ok`` are in no plan.
-        samples: encodes the rows; used for their keys and datasets.
-        config: the settings.
-        weights: compute cost of tokens and patches.
-        reserve: tokens of each pack reserved for a placeholder (:mod:`packhorse.loader.placeholder`), unless
-            every pack of an epoch has all media of ``reserved_mask``.
-        reserved_mask: the media of that placeholder.
-        contents: digests of the rows, which differ between datasets with the same counts.
-
-    Attributes:
-        capacity: the longest sample that fits into a pack.
-        sample_info: what the schedule needs to know about the samples.
-        name: identifies the plans of all epochs: loaders with the same name deliver the same packs.
+    Rows whose ``counts`` are not ``ok`` are in no plan. Each pack has ``reserve`` tokens reserved for a
+    placeholder (:mod:`packhorse.loader.placeholder`) with the media of ``reserved_mask``, unless every pack
+    of an epoch has all of these. ``contents`` are digests of the rows, which differ between datasets with the
+    same counts. ``name`` identifies the plans of all epochs: loaders with the same name deliver the same
+    packs.
     """
 
     def __init__(
@@ -241,12 +232,7 @@ class Planner:
         return lines
 
     def check(self, plan: PackPlan) -> None:
-        """Raise if the settings do not allow what a plan drops.
-
-        Raises:
-            ConfigError: a sample is longer than a pack, and ``on_overlong="raise"``.
-            BadSample: a row could not be counted, and ``on_bad="raise"``.
-        """
+        """Raise if the settings (``on_overlong``, ``on_bad``) do not allow what a plan drops."""
         if self.config.on_overlong == "raise" and (longest := self._longest(plan)):
             raise ConfigError(f"{longest}: raise pack_size or set on_overlong='drop' or 'truncate'")
         for index in np.flatnonzero(~self.counts.ok)[:1].tolist() if self.config.on_bad == "raise" else ():

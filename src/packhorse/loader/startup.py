@@ -97,11 +97,7 @@ class ModelInfo:
 class OpenedData:
     """Rows, and the processor and model they are for; nothing is counted yet.
 
-    Attributes:
-        dataset: the rows.
-        processor: encodes them.
-        model: the model to train.
-        ledger: entries of rows that are not selected, and later those of encoding.
+    ``ledger`` has entries of rows that are not selected, and later those of encoding.
     """
 
     dataset: Any
@@ -112,15 +108,7 @@ class OpenedData:
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """What planning and building batches start from.
-
-    Attributes:
-        opened: rows, processor and model.
-        counts: exact token counts of the rows.
-        samples: encodes single rows.
-        planner: plans the epochs.
-        media_mask: the media that any row has.
-    """
+    """What planning and building batches start from; ``media_mask`` are the media that any row has."""
 
     opened: OpenedData
     counts: CountColumns
@@ -140,9 +128,6 @@ def open_data(
 
     ``ledger`` gets an entry for each row that is not selected. These are the same on all ranks; only rank 0
     records them (with ``shard_data`` each rank its own).
-
-    Raises:
-        ConfigError: one of them is not what is expected, or the ranks have different settings.
     """
     run = ranks.run_on_all_ranks
     ranks.assert_same("have different settings", config.of_all_ranks(), "Give all of them the same settings")
@@ -164,10 +149,6 @@ def start_up(
     """Count rows without counts (unless ``counts`` has those of all rows) and make the planner.
 
     All ranks call this. ``opened`` may have been opened with other pack settings.
-
-    Raises:
-        ConfigError: the counts are of other rows, packs are too small for a placeholder, or the plans of the
-            ranks differ.
     """
     dataset, processor = opened.dataset, opened.processor
     if counts is None:
@@ -200,11 +181,7 @@ def start_up(
 
 
 def encoding_dataset(config: LoaderConfig, opened: OpenedData, capacity: int) -> PreTokenizedDatasetWrapper:
-    """Return what encodes single rows; ``on_overlong="truncate"`` cuts them to ``capacity`` shifted tokens.
-
-    Raises:
-        ConfigError: the processor has no chat template.
-    """
+    """Return what encodes rows; ``on_overlong="truncate"`` cuts them to ``capacity`` shifted tokens."""
     truncate = config.on_overlong == "truncate"
     return PreTokenizedDatasetWrapper(
         opened.dataset,
@@ -234,11 +211,7 @@ def _media_of_samples(
 def _placeholder_tokens(
     config: LoaderConfig, samples: PreTokenizedDatasetWrapper, media_mask: MediaMask
 ) -> int:
-    """Return how many tokens of every pack are reserved for a placeholder with these kinds of media.
-
-    Raises:
-        ConfigError: packs are too small for it.
-    """
+    """Return how many tokens of every pack are reserved for a placeholder with these kinds of media."""
     if config.placeholder == "never" or config.mode == "pad" or not media_mask:
         return 0
     reserve = sum(length + -length % config.alignment for length in Placeholders(samples).lengths(media_mask))
@@ -254,16 +227,10 @@ def _placeholder_tokens(
 
 
 def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> ModelInfo:
-    """Return what a loader needs to know about a model.
+    """Return what a loader needs to know about a model of transformers; see :meth:`LoaderConfig.build`.
 
-    Args:
-        model: a model of transformers, also inside PEFT, DDP, FSDP or ``torch.compile``; its config; the
-            folder or Hub name of one; ``"unchecked"``; or None.
-        packed: raise for None, and for a model for which packed rows are wrong.
-        trains: raise if the model's own loss would shift labels a second time.
-
-    Raises:
-        ConfigError: it is no model, or see above.
+    ``packed`` raises for None, and for a model for which packed rows are wrong; ``trains`` if the model's own
+    loss would shift labels a second time.
     """
     if is_unchecked(model):
         return ModelInfo()
@@ -307,11 +274,7 @@ def _check_processor(processor: Processor, model: ModelInfo) -> None:
 
 
 def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
-    """Raise if batches cannot be built with these settings, or would be wrong for the model.
-
-    Raises:
-        ConfigError: naming the setting, or what model or processor lack.
-    """
+    """Raise if batches cannot be built with these settings, or would be wrong for the model."""
     model, family = opened.model, family_of(opened.processor)
     if config.mode == "pad":
         return
@@ -351,14 +314,8 @@ def attn_backend(config: LoaderConfig, model: ModelInfo) -> str:
 def open_rows(data: Data, names: Sequence[str] | None, ledger: Ledger, shard: World | None = None) -> Any:
     """Open the rows of a meta file, or check a sequence of examples; there must be at least one.
 
-    Args:
-        data: a meta file, its content, or examples: a list, or anything with ``len`` and ``[index]``.
-        names: use only these datasets of a meta file.
-        ledger: gets an entry for each row that is not selected.
-        shard: use only this rank's rows; None uses all.
-
-    Raises:
-        ConfigError: it is none of these, or there is no row.
+    Uses only the datasets of a meta file in ``names``, and only this rank's rows with ``shard``. ``ledger``
+    gets an entry for each row that is not selected.
     """
     if isinstance(data, Mapping) and data and all(hasattr(part, "column_names") for part in data.values()):
         raise ConfigError(

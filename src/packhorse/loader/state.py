@@ -104,11 +104,7 @@ class LoaderState:
     def from_dict(
         cls, state: Mapping[str, Any], plan: str, made_from: Mapping[str, Any], contents: Sequence[Content]
     ) -> LoaderState:
-        """Read what :meth:`to_dict` returned.
-
-        Raises:
-            ConfigError: it belongs to other data or to another plan, or is no such state.
-        """
+        """Read what :meth:`to_dict` returned; raise if it belongs to other data or to another plan."""
         if not isinstance(state, Mapping) or "version" not in state:
             keys = f"a dict with {sorted(map(str, state))}" if isinstance(state, Mapping) else None
             raise ConfigError(
@@ -166,12 +162,7 @@ def _check_data(saved: Sequence[tuple[str, str]], contents: Sequence[Content]) -
 
 
 def describe_state(state: Any, *, own_rows: bool) -> str:
-    """Describe a state in a few words that differ between states.
-
-    Args:
-        state: anything that was passed to ``load_state_dict``.
-        own_rows: ranks have rows of their own, so only the position is described.
-    """
+    """Describe a state in a few words that differ between states; with ``own_rows``, its position alone."""
     if not isinstance(state, Mapping):
         return f"a {type(state).__name__}"
     epoch, segments = state.get("epoch"), state.get("segments")

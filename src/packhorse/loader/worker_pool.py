@@ -33,14 +33,10 @@ logger = getLogger("packhorse.loader")
 
 
 def default_num_workers(rows: int, cores: int) -> int:
-    """Return the number of worker processes for ``num_workers=None``.
+    """Return the number of worker processes for ``num_workers=None``, by the rows and cores of this rank.
 
     One per core, at most 8; 0 with a single core, with fewer than 1,000 rows, and in a daemonic process,
     which must not start others.
-
-    Args:
-        rows: rows of this rank.
-        cores: cores for this rank, see :meth:`~packhorse.distributed.Collectives.share_cores`.
     """
     if cores < 2 or rows < _MIN_ROWS:
         return 0
@@ -78,11 +74,8 @@ def build_staged(builder: BatchBuilder, item: WorkItem) -> Built:
 class WorkerPool:
     """Yields the batches of work items in order.
 
-    Args:
-        builder: builds them.
-        config: ``prefetch_factor``, ``pin_memory``, ``timeout`` and ``multiprocessing_context``. If its
-            ``num_workers`` is None and workers cannot be started, batches are built in this process.
-        num_workers: processes; 0 builds batches in this process, on request.
+    With ``num_workers=0`` they are built in this process, on request; also if workers cannot be started and
+    ``config.num_workers`` is None.
     """
 
     def __init__(self, builder: BatchBuilder, config: LoaderConfig, num_workers: int) -> None:
@@ -96,8 +89,7 @@ class WorkerPool:
     def batches(self, make: Callable[[int], WorkItem], first: int, last: int) -> Iterator[Built]:
         """Yield the batches of the steps from ``first`` to before ``last``; ``make`` makes their work items.
 
-        Raises:
-            SystemFault: a batch killed its worker on every attempt, or did not arrive in time.
+        Raises :class:`SystemFault` if a batch killed its worker on every attempt, or did not arrive in time.
         """
         self._iteration += 1
         iteration, pin = self._iteration, self.config.pin_memory and torch.cuda.is_available()

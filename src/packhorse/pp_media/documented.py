@@ -91,11 +91,7 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def documented_layout(batch: Mapping[str, Any], declared: MediaLayout) -> dict[str, TensorLayout]:
-    """Return the layouts of the batch's media tensors that are not declared.
-
-    Raises:
-        ValueError: flat patches have no grid, or pixels do not match theirs.
-    """
+    """Return the layouts of the batch's media tensors that are not declared."""
     layout = {key: value for key, value in _BY_NAME.items() if batch.get(key) is not None}
     for key, (kind, grids) in _PIXELS.items():
         pixels = batch.get(key)
@@ -134,27 +130,12 @@ def _pixels_and_mask(
 
 
 def pixels_layout(
-    key: str,
-    pixels: Any,
-    kind: MediaKind,
-    grid_key: str | None,
-    grid: Any,
-    grids: tuple[str, ...] = (),
+    key: str, pixels: Any, kind: MediaKind, grid_key: str | None, grid: Any, grids: tuple[str, ...] = ()
 ) -> TensorLayout:
-    """Return the layout of pixels: one entry per media item, or flat patches.
+    """Return the layout of pixels: one entry per media item, or flat patches; raise if neither matches.
 
-    If both match, each item has one patch and the layouts are equal.
-
-    Args:
-        key: of the pixels.
-        pixels: the tensor.
-        kind: of the media.
-        grid_key: of the tensor with one entry per media item; None if there is none.
-        grid: that tensor.
-        grids: the keys it could have, for messages.
-
-    Raises:
-        ValueError: neither matches.
+    If both match, each item has one patch and the layouts are equal. ``grid`` has one entry per media item;
+    ``grids`` are the keys it could have, for messages.
     """
     pixels = tensor_of(key, pixels)
     if grid_key is None:

@@ -39,12 +39,8 @@ _HOW_TO_ADD_ROWS = (
 class MediaRows:
     """Entries of each media tensor by row of the batch.
 
-    Args:
-        batch: the batch, or its media alone.
-        batch_size: the number of its rows.
-        layout: of its media tensors.
-        one_each: in a batch without counts, assume one image per row if there are as many images as rows.
-            Otherwise, and for all other media, missing counts are an error.
+    ``one_each``: in a batch without counts, assume one image per row if there are as many images as rows.
+    Otherwise, and for all other media, missing counts are an error.
     """
 
     batch: Mapping[str, Any]
@@ -54,11 +50,7 @@ class MediaRows:
     _cache: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def of(self, key: str) -> torch.Tensor:
-        """Return how many entries of ``batch[key]`` each row has: int64 [B].
-
-        Raises:
-            ValueError: they are unknown, or their sum is not the length of the tensor.
-        """
+        """Return how many entries of ``batch[key]`` each row has: int64 [B]; raise if they are unknown."""
         if key not in self._cache:
             self._cache[key] = self._rows(key, self.layout[key])
         return self._cache[key]
@@ -189,11 +181,7 @@ class MediaRows:
 
 
 def tensor_of(key: str, value: Any) -> torch.Tensor:
-    """Return the value if it is a tensor with an axis 0.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return the value if it is a tensor with an axis 0; raise if it is something else."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         name = "a number" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
         raise ValueError(f"'{key}' is {name}: expected a tensor with one entry per media item, patch or row")
@@ -201,15 +189,10 @@ def tensor_of(key: str, value: Any) -> torch.Tensor:
 
 
 def entries_by_grid(key: str, grid: torch.Tensor) -> torch.Tensor:
-    """Return the entries of each media item by its grid: int64 [N], on the CPU.
+    """Return the entries of each media item by its grid [N], [N, 2] or [N, 3]: int64 [N], on the CPU.
 
-    Args:
-        key: of the grid. One with the prefix ``num_`` holds numbers, which may be 0; others hold the sides of
-            grids, which are multiplied.
-        grid: [N], [N, 2] or [N, 3].
-
-    Raises:
-        ValueError: it does not hold whole numbers, or has sides below 1.
+    A grid whose key has the prefix ``num_`` holds numbers, which may be 0; others hold the sides of grids,
+    which are multiplied.
     """
     counts, shape = key.startswith("num_"), tuple(grid.shape)
     fits = len(shape) == 1 or (len(shape) == 2 and (not counts or shape[1] == 1))
@@ -225,11 +208,7 @@ def entries_by_grid(key: str, grid: torch.Tensor) -> torch.Tensor:
 
 
 def check_sizes(batch: Mapping[str, Any], batch_size: int, n_microbatches: int) -> tuple[int, int]:
-    """Return both numbers as ``int`` after checking them against the batch.
-
-    Raises:
-        ValueError: they are not positive whole numbers, or ``input_ids`` has another number of rows.
-    """
+    """Return both numbers as ``int`` if they are positive and fit the batch; raise if not."""
     rows, number = _whole("batch_size", batch_size), _whole("n_microbatches", n_microbatches)
     ids = batch.get("input_ids")
     if isinstance(ids, torch.Tensor) and (ids.dim() == 0 or len(ids) != rows):
@@ -253,11 +232,7 @@ def _whole(name: str, value: Any) -> int:
 
 
 def check_keys(rows: Any, known: Collection[str]) -> None:
-    """Raise if the table of rows is not a mapping or has an unknown key.
-
-    Raises:
-        ValueError: naming the key.
-    """
+    """Raise if the table of rows is not a mapping or has an unknown key."""
     if rows is None:
         return
     if not isinstance(rows, Mapping):

@@ -94,11 +94,7 @@ def _attach(module: Any, chunks: MutableMapping[str, list[torch.Tensor]]) -> Ite
 
 
 class _CursorHook:
-    """Set the cursor before each forward; microbatches are numbered in the order of their first forward.
-
-    Args:
-        chunks: how many there are; None without media.
-    """
+    """Set the cursor before each forward; microbatches are numbered in the order of their first forward."""
 
     def __init__(self, chunks: int | None) -> None:
         self.chunks, self.calls, self.probed = chunks, 0, False
@@ -106,7 +102,8 @@ class _CursorHook:
         self.kept: list[list[torch.Tensor]] = []  # so that their memory is not reused
 
     def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
-        number = self._number([value for value in (*args, *kwargs.values()) if _has_memory(value)])
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        number = self._number([tensor for tensor in tensors if tensor.numel()])
         if self.chunks is not None and number >= self.chunks:
             raise RuntimeError(f"microbatch {number + 1} of a batch whose media were split for {self.chunks}")
         setattr(module, _CURSOR, number)
@@ -144,10 +141,6 @@ class _CursorHook:
                 )
             self.probed = True  # the first forward was a probe
         return self.numbers[key]
-
-
-def _has_memory(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() > 0
 
 
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
