@@ -396,11 +396,7 @@ class Ledger:
         return (self.path is not None and not self.is_buffering) or os.getpid() != self._owner
 
     def _append(self, *entries: dict[str, Any]) -> None:
-        """Write entries, and earlier ones that could not be written.
-
-        Raises:
-            SystemFault: they cannot be written.
-        """
+        """Write entries, and earlier ones that could not be written; raise if they cannot be written."""
         pid, last = os.getpid(), entries[-1]
         self._unwritten += [entry_line({**entry, "pid": pid}) for entry in entries]
         spool, written = self._spool, 0

@@ -129,11 +129,7 @@ def even_rows(batch_size: int, n_microbatches: int) -> torch.Tensor:
 
 
 def segment_starts(cumulative: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    """Return where documents begin, bool [B, S]: ``cu_seq_lens_q`` in a form that can be split by rows.
-
-    Raises:
-        ConfigError: a document continues in the next row, or does not end with the batch.
-    """
+    """Return where documents begin, bool [B, S]: ``cu_seq_lens_q`` in a form that can be split by rows."""
     positions = cumulative.to(torch.int64)
     starts = torch.zeros(rows * length + 1, dtype=torch.bool, device=cumulative.device)
     within = bool((positions >= 0).all()) and bool((positions <= rows * length).all())
@@ -310,16 +306,10 @@ class VlmStage(torch.nn.Module):
         position_ids: torch.Tensor | None = None,
         segment_starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run one microbatch.
+        """Run one microbatch; return hidden states [b, S, H], or the logits [b, S, V] of the last stage.
 
-        Args:
-            given: ``input_ids`` [b, S] for the first stage, hidden states [b, S, H] for the others.
-            attention_mask: of these rows, as the model takes it.
-            position_ids: [3, b, S].
-            segment_starts: bool [b, S], where documents begin, for varlen and flash attention.
-
-        Returns:
-            Hidden states [b, S, H], or the logits [b, S, V] of the last stage.
+        The first stage takes ``input_ids`` [b, S], the others hidden states. ``segment_starts`` (bool [b, S],
+        where documents begin) is for varlen and flash attention.
         """
         more = {} if segment_starts is None else varlen_arguments(segment_starts)
         more |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}

@@ -26,15 +26,10 @@ _EPSILON = 1e-7
 
 
 def cutting_stock(classes: Histogram, capacity: int, patterns: Iterable[Pattern]) -> list[Pattern]:
-    """Return the patterns with the fewest packs, rounded down to whole packs.
+    """Return the patterns with the fewest packs, rounded down to whole packs; lengths are in grains.
 
-    Args:
-        classes: lengths in grains, from 1 to ``capacity``.
-        capacity: in grains.
-        patterns: to start with; every length must be in one of them.
-
-    Returns:
-        Patterns that leave some samples to the caller, and may need more samples of a class than there are.
+    Starts with ``patterns``, which hold every length. The result leaves some samples to the caller, and may
+    need more samples of a class than there are.
     """
     lengths, demand = classes.lengths[::-1], classes.counts[::-1].astype(np.float64)
     index = {length: number for number, length in enumerate(lengths.tolist())}
@@ -141,13 +136,8 @@ def improve(
 ) -> Fill | Assignment:
     """Return the plan with the fewest packs that the effort finds; ``fit`` if none has fewer.
 
-    Args:
-        histogram: lengths from 1 to ``capacity``.
-        capacity: of a pack.
-        fit: the plan of best fit.
-        bound: a lower bound on the packs.
-        effort: approximate seconds to spend; None spends ``SECONDS_PER_PACK`` for each pack that may be
-            saved, at most ``MOST_SECONDS``.
+    ``effort`` is approximate seconds; None spends ``SECONDS_PER_PACK`` for each pack that may be saved, at
+    most ``MOST_SECONDS``.
     """
     savable = fit.packs - bound
     if savable <= 0 or (effort is None and savable <= GOOD_ENOUGH * bound):

@@ -136,16 +136,8 @@ def smallest_share(
 ) -> int | None:
     """Return the smallest number of rows that a rank keeps, from the files alone: the same on every rank.
 
-    None if unknown: rows are excluded by their length, and the other ranks' rows have not been counted.
-
-    Args:
-        dataset: this rank's rows, without wrappers.
-        world: how many ranks there are.
-        max_length: rows above it are excluded, see :func:`are_too_long`; None for no limit.
-        processor: what the rows were counted with.
-
-    Raises:
-        ConfigError: the rows are split across another number of ranks.
+    None if unknown: rows above ``max_length`` are excluded, and the other ranks' rows have not been counted.
+    Raises :class:`ConfigError` if the rows are split across another number of ranks.
     """
     sizes = {source.selection.world.size for source in dataset.sources}
     if sizes - {1, world.size}:

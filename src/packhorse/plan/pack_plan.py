@@ -193,13 +193,7 @@ class PackPlan:
         )
 
     def without(self, samples: Flags, lengths: npt.ArrayLike, reason: Reason) -> PackPlan:
-        """Return the plan without some samples, which are dropped with a reason.
-
-        Args:
-            samples: True for those to drop.
-            lengths: tokens of every sample.
-            reason: one of ``DROP_REASONS``.
-        """
+        """Return the plan without the samples that are True, dropped with one of ``DROP_REASONS``."""
         if not samples.any():
             return self
         code = DROP_REASONS.index(reason)
@@ -351,11 +345,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _map_array(values: Any) -> npt.NDArray[Any]:
-    """Return an array over the file's memory; ``to_numpy`` would import pandas, which takes half a second.
-
-    Raises:
-        ValueError: the values are no numbers, or some are missing.
-    """
+    """Return an array over the file's memory; ``to_numpy`` would import pandas, which takes half a second."""
     from pyarrow import types
 
     if not (types.is_integer(values.type) or types.is_floating(values.type)):

@@ -158,11 +158,7 @@ class BatchLayout(NamedTuple):
     gradient_accumulation_steps: int = 1
 
     def check(self) -> BatchLayout:
-        """Return the layout.
-
-        Raises:
-            ConfigError: a number is below 1.
-        """
+        """Return the layout; raise :class:`ConfigError` if a number is below 1."""
         if min(self) < 1:
             raise ConfigError(f"{self}: expected 1 or more for each")
         return self
@@ -288,15 +284,8 @@ class PackSchedule:
     ) -> None:
         """Schedule every segment in turn; each gets the packs that those before it did not use.
 
-        Args:
-            packs: of the epoch's plan.
-            segments: the layouts of this epoch in order; all steps of the last one are scheduled.
-            seed: of the order.
-            epoch: changes the order.
-            at_least: the least micro-steps of the last segment; packs are split to fill them.
-
-        Raises:
-            ConfigError: a segment has used more steps than it has.
+        Packs are split until the last segment has ``at_least`` micro-steps. Raises :class:`ConfigError` if a
+        segment has used more steps than it has.
         """
         self.units = Units(packs)
         left = np.arange(len(packs.plan), dtype=np.int64)
@@ -341,14 +330,11 @@ class PackSchedule:
 def schedule_packs(
     units: Units, ids: Integers, layout: BatchLayout, seed: int = 0, epoch: int = 0, at_least: int = 0
 ) -> Integers:
-    """Assign units to steps and ranks.
+    """Assign units to steps and ranks: [steps, world_size, batch_size].
 
     Full steps come from :func:`order_packs`. The packs that do not fill the last optimizer step are spread
     over its micro-steps and ranks; if they are fewer than ranks, they are split, so that every rank has
     samples as long as there are enough.
-
-    Returns:
-        [steps, world_size, batch_size]: each of ``ids``, or the parts it was split into, exactly once.
     """
     world, batch, accumulation = layout
     dataset_ids = None if units.dataset_ids is None else units.dataset_ids[ids]
