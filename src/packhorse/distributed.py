@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any, TypeVar
@@ -160,8 +159,7 @@ class Rendezvous:
         """Check that ranks are alive; return those that wait at the next meeting. Checks once a second."""
         if not watch.is_time():
             return set()
-        busy = self._busy(ranks, self.meetings + 1, watch)
-        return set(ranks) - set(busy)
+        return set(ranks) - set(self._busy(ranks, self.meetings + 1, watch))
 
     def _busy(self, ranks: Iterable[int], meeting: int, watch: Watch) -> dict[int, _Status]:
         """Return the ranks that are alive and have not arrived at a meeting."""
@@ -356,8 +354,7 @@ class Collectives:
         """Run ``do`` on rank 0 and return its result on every rank; if not distributed, run it on each."""
         if not self.is_distributed:
             return do()
-        result = self.run_on_all_ranks(task, do if not self.world.rank else lambda: None)
-        shared: list[Any] = [result]
+        shared: list[Any] = [self.run_on_all_ranks(task, do if not self.world.rank else lambda: None)]
         dist.broadcast_object_list(shared, group=self.group, group_src=self._source)
         first: Result = shared[0]
         return first
@@ -384,9 +381,7 @@ class Collectives:
         """
         if not self.is_distributed:
             return do()
-        if self.rendezvous is None:
-            return self._run(task, do)
-        with self.rendezvous.busy(task):
+        with contextlib.nullcontext() if self.rendezvous is None else self.rendezvous.busy(task):
             return self._run(task, do)
 
     def _run(self, task: str, do: Callable[[], Result]) -> Result:
@@ -395,7 +390,7 @@ class Collectives:
         except Exception as error:
             if error is not self._reported:
                 self._reported = error
-                with suppress(SystemFault):  # the error of this rank is more specific
+                with contextlib.suppress(SystemFault):  # the error of this rank is more specific
                     self._exchange(None, _Failure.of(error, task))
             raise
         self._exchange(None, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -261,15 +262,19 @@ def inspect_attention(
     """
     config = model.config.get_text_config()
     device = torch.device(device or _device_of(model))
-    varlen, windows = _varlen_kernel()
+    takes = None
+    with suppress(ConfigError):  # this PyTorch has no such kernel
+        _, takes = varlen_kernel()
+    # Families have the names of their model types.
+    bidirectional = {family.name for family in FAMILIES if family.bidirectional is not None}
     return AttentionInfo(
         device=device.type,
         dtype=autocast or dtype or model.dtype,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        varlen=varlen,
-        varlen_windows=windows,
+        varlen=takes is not None,
+        varlen_windows="window_size" in (takes or ()),
         flash=bool(require("transformers.utils", "train").is_flash_attn_2_available()),
-        bidirectional=model.config.model_type in _bidirectional_models(),
+        bidirectional=model.config.model_type in bidirectional,
         softcap=any(_values(config, "attn_logit_softcapping")),
         sinks=any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()),
         dropout=max((float(p) for name in _DROPOUTS for p in _values(config, name)), default=0.0),
@@ -285,20 +290,6 @@ def _device_of(model: PreTrainedModel) -> torch.device:
     device = torch.device(model.device)
     moves = device.type in ("cpu", "meta") and torch.cuda.is_available()
     return torch.device("cuda") if moves else device
-
-
-def _varlen_kernel() -> tuple[bool, bool]:
-    """Return whether PyTorch has the kernel, and whether it takes a sliding window."""
-    try:
-        _, takes = varlen_kernel()
-    except ConfigError:
-        return False, False
-    return True, "window_size" in takes
-
-
-def _bidirectional_models() -> frozenset[str]:
-    # Families have the names of their model types.
-    return frozenset(family.name for family in FAMILIES if family.bidirectional is not None)
 
 
 def _values(config: PretrainedConfig, name: str) -> list[Any]:
@@ -388,8 +379,7 @@ def choose_attention(info: AttentionInfo, attn: str = "auto", longest: int | Non
     if info.mixing:
         raise packing_error(info.mixing)
     if attn != "auto":
-        wrong = unsupported_features(info, attn, longest)
-        if wrong:
+        if wrong := unsupported_features(info, attn, longest):
             raise ConfigError(f"{attn} is wrong here: {'; '.join(wrong)}")
         return attn
     rejected = {}

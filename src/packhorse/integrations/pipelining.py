@@ -91,10 +91,8 @@ def pipeline_inputs(
     if isinstance(n_microbatches, bool) or n_microbatches < 1:
         raise ConfigError(f"{n_microbatches=}: expected at least 1")
     _check_keys(batch)
-    ids, labels = (
-        batch["input_ids"].contiguous(),
-        batch["labels"],
-    )  # microbatches are identified by their memory
+    # Contiguous, because microbatches are identified by their memory.
+    ids, labels = batch["input_ids"].contiguous(), batch["labels"]
     if ids.dim() != 2 or labels.shape != ids.shape:
         raise ConfigError(
             f"'input_ids' of shape {tuple(ids.shape)} and 'labels' of shape {tuple(labels.shape)}: expected "
@@ -155,11 +153,9 @@ def varlen_arguments(starts: torch.Tensor) -> dict[str, Any]:
 
 
 def _check_keys(batch: Mapping[str, Any]) -> None:
-    missing = [key for key in ("input_ids", "labels") if batch.get(key) is None]
-    if missing:
+    if missing := [key for key in ("input_ids", "labels") if batch.get(key) is None]:
         raise ConfigError(f"the batch has no '{missing[0]}', only {', '.join(batch)}")
-    unknown = [key for key in batch if key not in _KNOWN and not key.startswith("_")]
-    if unknown:
+    if unknown := [key for key in batch if key not in _KNOWN and not key.startswith("_")]:
         raise ConfigError(
             f"the batch holds '{unknown[0]}', which stages do not take: prepare media with "
             "packhorse.pp_media.wrap_vlm_collate_for_pp, and remove keys that the model does not need"
@@ -208,8 +204,7 @@ def _add_rows(
     config: PretrainedConfig,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return the batch with added rows: masks and positions of row 0, no supervised token."""
-    wrong = [name for name, value in kwargs.items() if not isinstance(value, torch.Tensor)]
-    if wrong:
+    if wrong := [name for name, value in kwargs.items() if not isinstance(value, torch.Tensor)]:
         raise ConfigError(
             f"'{wrong[0]}' is a {type(kwargs[wrong[0]]).__name__}, to which no row can be added: use "
             "a batch size that is a multiple of the microbatches, or varlen or sdpa attention"
@@ -329,8 +324,7 @@ class VlmStage(torch.nn.Module):
             if index >= count:
                 raise RuntimeError(f"microbatch {index + 1} of a batch whose media were split for {count}")
             self._vlm_chunk_idx = index + 1
-        media = {key: chunks[key][index] for key in _MEDIA if key in chunks}
-        media = {key: value for key, value in media.items() if len(value)}
+        media = {key: chunks[key][index] for key in _MEDIA if key in chunks and len(chunks[key][index])}
         self._check_staged(ids, media, index)
         return {key: value.to(ids.device, non_blocking=True) for key, value in media.items()}
 
@@ -338,9 +332,7 @@ class VlmStage(torch.nn.Module):
         """Raise if there are media tokens without pixels, which the model would embed like text."""
         for key, name in _PLACEHOLDERS.items():
             token = getattr(self.config, name, None)
-            if key in media or token is None or ids.is_meta:
-                continue
-            if bool((ids == token).any()):
+            if key not in media and token is not None and not ids.is_meta and bool((ids == token).any()):
                 raise RuntimeError(
                     f"microbatch {index + 1} holds {name} {token} and stage 0 has no '{key}' for it: prepare "
                     "the batch (packhorse.pp_media.wrap_vlm_collate_for_pp) and run the schedule within "

@@ -89,7 +89,8 @@ class TrainerFeed:
         for batch in batches:
             self.delivered += 1
             if not self.loader.remaining:
-                _close(batches)
+                for _ in batches:  # exhausted, so that the loader ends its epoch
+                    raise AssertionError("a loader with nothing remaining has delivered a batch")
             yield batch
 
     @property
@@ -114,10 +115,6 @@ class StepFeed(TrainerFeed):
 
     For trainers that take one batch at a time; all micro-batches of a step are fetched with its first one.
     """
-
-    def __init__(self, loader: Loader) -> None:
-        self._before = 0
-        super().__init__(loader)
 
     def _reset(self) -> None:
         self._before = 0
@@ -163,9 +160,3 @@ class StepFeed(TrainerFeed):
         super().load_state_dict(state["loader"])
         if self.loader.epoch == state["loader"]["epoch"]:
             self._before = int(state["batches"])
-
-
-def _close(batches: Iterator[Batch]) -> None:
-    """Exhaust the iterator after the last batch, so that the loader ends its epoch."""
-    for _ in batches:
-        raise AssertionError("a loader with nothing remaining has delivered a batch")

@@ -33,16 +33,6 @@ class Histogram(NamedTuple):
         values, counts = np.unique(lengths, return_counts=True)
         return cls(values[::-1].astype(np.int64), counts[::-1].astype(np.int64))
 
-    @property
-    def samples(self) -> int:
-        """Number of samples."""
-        return int(self.counts.sum())
-
-    @property
-    def tokens(self) -> int:
-        """Sum of all lengths."""
-        return int(self.lengths @ self.counts)
-
     def round_up(self, grain: int) -> Histogram:
         """Return the histogram in units of ``grain``."""
         units = -(-self.lengths // grain)

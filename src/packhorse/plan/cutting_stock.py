@@ -46,9 +46,8 @@ def cutting_stock(classes: Histogram, capacity: int, patterns: Iterable[Pattern]
         worth, choice = _knapsack(lengths, prices, capacity)
         # Prices scaled down until no pattern is worth more than its pack bound every solution.
         bound = max(bound, float(prices @ demand) / max(1.0, float(worth[capacity])))
-        missing = _better_columns(lengths, prices, worth, choice, capacity)
         before = len(columns)
-        columns.update(dict.fromkeys(missing))
+        columns.update(dict.fromkeys(_better_columns(lengths, prices, worth, choice, capacity)))
         if float(packs.sum()) - bound <= _NEAR_ENOUGH * bound or len(columns) == before:
             break
     counts = np.floor(packs + 1e-6).astype(np.int64).tolist()
@@ -140,10 +139,8 @@ def improve(
     most ``MOST_SECONDS``.
     """
     savable = fit.packs - bound
-    if savable <= 0 or (effort is None and savable <= GOOD_ENOUGH * bound):
-        return fit
     seconds = min(MOST_SECONDS, SECONDS_PER_PACK * savable) if effort is None else effort
-    if seconds <= 0:
+    if savable <= 0 or seconds <= 0 or (effort is None and savable <= GOOD_ENOUGH * bound):
         return fit
     best: Fill | Assignment = fit
     grain = _grain(histogram, capacity)
@@ -165,17 +162,13 @@ def improve(
     if seconds >= cost:
         seconds -= cost
         patterns = cutting_stock(classes, capacity // grain, chain.from_iterable(rough))
-        best = _fewer(best, _assign_classes(histogram, capacity, grain, patterns))
+        best = min(best, _assign_classes(histogram, capacity, grain, patterns), key=lambda plan: plan.packs)
     for share, tries in attempts:
         seconds -= _EXACT_PER_LENGTH * len(histogram.lengths) * (1 + tries / 32)
         if seconds < 0 or best.packs <= bound:
             break
-        best = _fewer(best, as_fill(_fill(histogram, capacity, share, tries)))
+        best = min(best, as_fill(_fill(histogram, capacity, share, tries)), key=lambda plan: plan.packs)
     return best
-
-
-def _fewer(best: Fill | Assignment, other: Fill | Assignment) -> Fill | Assignment:
-    return other if other.packs < best.packs else best
 
 
 def _fill(histogram: Histogram, capacity: int, share: float, tries: int) -> list[Pattern]:

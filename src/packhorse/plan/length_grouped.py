@@ -291,8 +291,7 @@ class LengthGroupedSampler(Sampler[int]):
                 raise ConfigError(f"the state has {name}={state[name]}, this sampler {current[name]}")
         if not 0 <= state["position"] <= self._count:
             raise ConfigError(f"position {state['position']} of {self._count} samples")
-        self.epoch, self._start = state["epoch"], state["position"]
-        self._position = self._start
+        self.epoch, self._start, self._position = state["epoch"], state["position"], state["position"]
 
     @staticmethod
     def _extract_image_config(processor: Processor | None) -> dict[str, int] | None:
@@ -455,13 +454,11 @@ class LengthGroupedSampler(Sampler[int]):
         self._warn_of_accelerate()
         sources = ", ".join(f"{rows:,} by {source}" for source, rows in self.length_source.items())
         logger.info("lengths of %s rows: %s", f"{len(self.lengths):,}", sources or "none")
-        unknown = self.length_source[SOURCES[UNKNOWN]]
-        if unknown:
+        if unknown := self.length_source[SOURCES[UNKNOWN]]:
             logger.warning(
                 "%s rows cannot be read and count as 0 tokens; loading them records why", f"{unknown:,}"
             )
-        too_long = len(self.lengths) - len(self._order)
-        if too_long:
+        if too_long := len(self.lengths) - len(self._order):
             logger.warning("%s rows above max_length=%s are dropped", f"{too_long:,}", self.max_length)
         if self._count < len(self._order):
             gone = f"{len(self._order) - self._count:,}"

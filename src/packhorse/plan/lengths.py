@@ -135,8 +135,7 @@ def row_lengths(
     parts = list(_inner_rows(dataset, rows, rows)) if unwrap else [(dataset, rows, rows)]
     lengths = []
     for inner, rows_of_part, _ in parts:
-        recorded = recorded_counts(inner, processor)
-        if recorded is not None:
+        if (recorded := recorded_counts(inner, processor)) is not None:
             lengths.append(Lengths.of(recorded.take(rows_of_part), SIDECAR))
         else:
             report = Progress("estimating lengths", len(rows_of_part))
@@ -483,7 +482,6 @@ def _surely_too_long(
     if len(near) and lazy.countable:
         tokens = tokens.copy()
         for index in near.tolist():
-            total = lazy.total(index)
-            if total:
+            if total := lazy.total(index):
                 tokens[index], surely[index] = total, total > most
     return tokens, surely, limit

@@ -254,13 +254,12 @@ class Units:
         new = self.parts[len(self.costs) - len(self.plan) :]
         if not new:
             return
-        parents = self._parents[len(self._parents) - len(new) :]
         self.costs = np.append(self.costs, [self.info.costs[part].sum() for part in new])
         masks = np.array([np.bitwise_or.reduce(self.info.media_masks[part]) for part in new], np.uint8)
         self.media_masks = np.append(self.media_masks, masks)
         if self.dataset_ids is not None:
             dataset_ids = self.dataset_ids.tolist()
-            for parent in parents:  # may be a part itself
+            for parent in self._parents[-len(new) :]:  # may be a part itself
                 dataset_ids.append(dataset_ids[parent])
             self.dataset_ids = np.array(dataset_ids, np.int64)
 
@@ -292,7 +291,8 @@ class PackSchedule:
         for turn, segment in enumerate(segments):
             layout = segment.layout.check()
             last = turn == len(segments) - 1
-            order_seed = seed if not turn else _segment_seed(seed, turn)
+            drawn = blake2b(f"{seed} {turn}".encode(), digest_size=7).digest()
+            order_seed = int.from_bytes(drawn, "little") if turn else seed
             table = schedule_packs(self.units, left, layout, order_seed, epoch, at_least if last else 0)
             if not 0 <= segment.steps <= len(table):
                 raise ConfigError(f"{segment}: this layout has {len(table):,} micro-steps")
@@ -387,7 +387,3 @@ def _split(units: Units, ids: list[int], wanted: int) -> list[int]:
                 single.append(half)
     units.merge_parts()
     return [*single, *(unit for _, unit in heap)]
-
-
-def _segment_seed(seed: int, turn: int) -> int:
-    return int.from_bytes(blake2b(f"{seed} {turn}".encode(), digest_size=7).digest(), "little")

@@ -326,12 +326,8 @@ class ProcessPool(Generic[T, R]):
         multiprocessing_context: str | None = None,
         retries: int = MAX_RETRIES,
     ) -> None:
-        self._work, self.size, self._start, self._retries = (
-            _Work(work),
-            num_workers,
-            multiprocessing_context,
-            retries,
-        )
+        self._work, self.size = _Work(work), num_workers
+        self._start, self._retries = multiprocessing_context, retries
         self._workers: list[_Worker] = []
         self._retry = deque[int]()  # positions whose worker died
         self._done: dict[int, Any] = {}  # results and failures by position, until they are yielded
