@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any, TypeVar
@@ -63,10 +62,7 @@ class Watch:
 class Rendezvous:
     """A barrier of the ranks of a process group with heartbeats, and messages between them.
 
-    Args:
-        store: the group's key-value store.
-        world: this rank in the group.
-        token: names the group in the store, the same on all its ranks.
+    ``token`` names the group in its key-value store, the same on all its ranks.
 
     Attributes:
         timeout: seconds without a heartbeat after which a rank counts as dead: the process group's timeout.
@@ -110,11 +106,7 @@ class Rendezvous:
                 self._write_status()
 
     def meet(self) -> None:
-        """Wait until all ranks have called this.
-
-        Raises:
-            SystemFault: a rank has died or was interrupted, or the store is gone.
-        """
+        """Wait until all ranks have called this; raise if one has died or was interrupted."""
         self.meetings += 1
         self._write_status()
         complete = f"{self._prefix}/{self.meetings}/complete"
@@ -148,12 +140,7 @@ class Rendezvous:
             self.store.set(name, str(len(chunks)))  # last, because it marks the message as complete
 
     def receive(self, key: str, *, remove: bool = False) -> bytes:
-        """Read a message that has arrived.
-
-        Args:
-            key: its name.
-            remove: remove it from the store.
-        """
+        """Read a message that has arrived, and remove it from the store if wanted."""
         name = self._message_key(key)
         with self._store_errors():
             parts = [f"{name}/{number}" for number in range(int(self.store.get(name)))]
@@ -169,15 +156,10 @@ class Rendezvous:
             return int(self.store.add(self._message_key(key), 1)) - 1
 
     def look(self, ranks: Iterable[int], watch: Watch) -> set[int]:
-        """Check that ranks are alive; return those that wait at the next meeting. Checks once a second.
-
-        Raises:
-            SystemFault: a rank has died or was interrupted.
-        """
+        """Check that ranks are alive; return those that wait at the next meeting. Checks once a second."""
         if not watch.is_time():
             return set()
-        busy = self._busy(ranks, self.meetings + 1, watch)
-        return set(ranks) - set(busy)
+        return set(ranks) - set(self._busy(ranks, self.meetings + 1, watch))
 
     def _busy(self, ranks: Iterable[int], meeting: int, watch: Watch) -> dict[int, _Status]:
         """Return the ranks that are alive and have not arrived at a meeting."""
@@ -265,11 +247,7 @@ def rendezvous_of(group: dist.ProcessGroup, world: World) -> Rendezvous | None:
 
 
 def agree_on_token(group: dist.ProcessGroup) -> str:
-    """Return a random name for a process group, the same on all its ranks.
-
-    Raises:
-        SystemFault: a rank does not call this within the group's timeout.
-    """
+    """Return a random name for a process group, the same on all its ranks."""
     token: list[Any] = [uuid4().hex]
     try:
         dist.broadcast_object_list(token, group=group, group_src=0)
@@ -357,11 +335,7 @@ class Collectives:
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks by ``world.rank``; only this one's if not distributed.
 
-        Waits for busy ranks without a limit, see :class:`Rendezvous`.
-
-        Raises:
-            SystemFault: another rank has died.
-            Exception: another rank has failed in :meth:`run_on_all_ranks`: its error.
+        Waits for busy ranks without a limit, see :class:`Rendezvous`; raises if one has died or failed.
         """
         return self._exchange(value, None) if self.is_distributed else [value]
 
@@ -377,15 +351,10 @@ class Collectives:
         return max(1, (len(cores) if num_workers is None else num_workers) // len(sharing))
 
     def broadcast(self, task: str, do: Callable[[], Result]) -> Result:
-        """Run ``do`` on rank 0 and return its result on every rank; if not distributed, run it on each.
-
-        Raises:
-            Exception: rank 0 failed, see :meth:`run_on_all_ranks`.
-        """
+        """Run ``do`` on rank 0 and return its result on every rank; if not distributed, run it on each."""
         if not self.is_distributed:
             return do()
-        result = self.run_on_all_ranks(task, do if not self.world.rank else lambda: None)
-        shared: list[Any] = [result]
+        shared: list[Any] = [self.run_on_all_ranks(task, do if not self.world.rank else lambda: None)]
         dist.broadcast_object_list(shared, group=self.group, group_src=self._source)
         first: Result = shared[0]
         return first
@@ -395,16 +364,7 @@ class Collectives:
         return all(self.gather(bool(yes)))
 
     def assert_same(self, what: str, value: str, advice: str) -> None:
-        """Raise on every rank if a value differs between ranks.
-
-        Args:
-            what: completes "the ranks …" in the message: "have different settings".
-            value: of this rank.
-            advice: what to do about it.
-
-        Raises:
-            ConfigError: with the value of each rank.
-        """
+        """Raise on every rank if a value differs between ranks: "the ranks ``what``: … ``advice``"."""
         by_value: dict[str, list[int]] = {}
         for rank, gathered in enumerate(self.gather(value)):
             by_value.setdefault(gathered, []).append(rank)
@@ -415,21 +375,13 @@ class Collectives:
     def run_on_all_ranks(self, task: str, do: Callable[[], Result]) -> Result:
         """Run ``do`` on every rank; if any rank fails, raise on all of them instead of hanging.
 
-        A rank that failed raises its own error; the others raise one of the same class that names the rank
-        and its reason.
-
-        Args:
-            task: what ``do`` does, for messages: "open the data".
-            do: may call the other methods, this one included, if every rank does.
-
-        Raises:
-            SystemFault: another rank has died.
+        A rank that failed raises its own error; the others raise one of the same class that names the rank,
+        its ``task`` ("open the data") and its reason. ``do`` may call the other methods, this one included,
+        if every rank does.
         """
         if not self.is_distributed:
             return do()
-        if self.rendezvous is None:
-            return self._run(task, do)
-        with self.rendezvous.busy(task):
+        with contextlib.nullcontext() if self.rendezvous is None else self.rendezvous.busy(task):
             return self._run(task, do)
 
     def _run(self, task: str, do: Callable[[], Result]) -> Result:
@@ -438,7 +390,7 @@ class Collectives:
         except Exception as error:
             if error is not self._reported:
                 self._reported = error
-                with suppress(SystemFault):  # the error of this rank is more specific
+                with contextlib.suppress(SystemFault):  # the error of this rank is more specific
                     self._exchange(None, _Failure.of(error, task))
             raise
         self._exchange(None, None)

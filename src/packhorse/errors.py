@@ -198,11 +198,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def limit_of(name: str, usual: int) -> int:
-    """Return the environment variable ``name`` as a positive integer, or ``usual`` if it is not set.
-
-    Raises:
-        ConfigError: the variable holds no integer above 0.
-    """
+    """Return the environment variable ``name`` as a positive integer, or ``usual`` if it is not set."""
     text = os.environ.get(name)
     if text is None:
         return usual

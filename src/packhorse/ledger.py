@@ -305,7 +305,10 @@ class Ledger:
                 repaired, kept with a remark, and not lost later in the same epoch); None for both.
         """
         counter: Counter[str] = Counter()
-        lost = self._lost_samples() if gone is False else set()
+        lost: set[tuple[str, int | None]] = set()
+        if gone is False:
+            self._collect()
+            lost = {(drop.key, drop.epoch) for drop in list(self._drops) if drop.action in GONE}
         for (reason, action), count in self._samples(by_reason=True, without=lost).items():
             if gone is None or (action in GONE) == gone:
                 counter[reason] += count
@@ -353,11 +356,6 @@ class Ledger:
             logger.warning("%s: skipped truncated line(s) %s", path, ", ".join(map(str, truncated)))
         return ledger
 
-    def _lost_samples(self) -> set[tuple[str, int | None]]:
-        """Return key and epoch of the samples with an entry of their own that were not delivered."""
-        self._collect()
-        return {(drop.key, drop.epoch) for drop in list(self._drops) if drop.key and drop.action in GONE}
-
     def _samples(
         self, *, by_reason: bool, without: Collection[tuple[str, int | None]] = ()
     ) -> Counter[tuple[str, str]]:
@@ -396,11 +394,7 @@ class Ledger:
         return (self.path is not None and not self.is_buffering) or os.getpid() != self._owner
 
     def _append(self, *entries: dict[str, Any]) -> None:
-        """Write entries, and earlier ones that could not be written.
-
-        Raises:
-            SystemFault: they cannot be written.
-        """
+        """Write entries, and earlier ones that could not be written; raise if they cannot be written."""
         pid, last = os.getpid(), entries[-1]
         self._unwritten += [entry_line({**entry, "pid": pid}) for entry in entries]
         spool, written = self._spool, 0
@@ -447,18 +441,16 @@ class Ledger:
             return True
         try:
             entry = json.loads(line)
-            if except_from is None or entry.get("pid") != except_from:
-                self._add(entry)
+            if except_from is not None and entry.get("pid") == except_from:
+                return True
+            if "rows" in entry:
+                self._add_many(ManyRows.from_json(entry))
+            else:
+                drop = Drop.from_json(entry)
+                self._drops[drop] = 1 if drop.key else self._drops.get(drop, 0) + 1
         except (ValueError, TypeError, KeyError, AttributeError):
             return False
         return True
-
-    def _add(self, entry: dict[str, Any]) -> None:
-        if "rows" in entry:
-            self._add_many(ManyRows.from_json(entry))
-        else:
-            drop = Drop.from_json(entry)
-            self._drops[drop] = 1 if drop.key else self._drops.get(drop, 0) + 1
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_unwritten")}

@@ -222,11 +222,7 @@ class Drop:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Drop:
-        """Read an entry of a ledger or step file; the first files had ``left_out`` for ``dropped``.
-
-        Raises:
-            KeyError: a field is missing.
-        """
+        """Read an entry of a ledger or step file; the first files had ``left_out`` for ``dropped``."""
         values = {name: entry[name] for name in cls.__dataclass_fields__}
         if values["action"] == "left_out":
             values["action"] = "dropped"

@@ -47,7 +47,13 @@ def attach(accelerator: Accelerator, loader: Loader) -> Loader:
     # Not a pre-hook: Accelerate runs these after it has removed the checkpoints beyond `total_limit`.
     @wraps(save_state)
     def check_and_save(*args: Any, **kwargs: Any) -> Any:
-        _check_step_finished(accelerator, loader)
+        per_step = loader.config.gradient_accumulation_steps
+        if not accelerator.sync_gradients or loader.cursor % per_step:
+            raise ConfigError(
+                f"save_state in the middle of an optimizer step of {per_step} micro-batches: the accumulated "
+                "gradients are not saved, so these micro-batches would never be trained. Save after the "
+                "last one, when accelerator.sync_gradients is True"
+            )
         return save_state(*args, **kwargs)
 
     accelerator.save_state = check_and_save
@@ -58,17 +64,6 @@ def _check_models(accelerator: Accelerator, loader: Loader) -> None:
     # Accelerate has no public list of the models that were prepared.
     for model in accelerator._models:
         check_model(loader, model)
-
-
-def _check_step_finished(accelerator: Accelerator, loader: Loader) -> None:
-    """Raise while gradients are accumulated: the state would count micro-batches that are lost with them."""
-    per_step = loader.config.gradient_accumulation_steps
-    if not accelerator.sync_gradients or loader.cursor % per_step:
-        raise ConfigError(
-            f"save_state in the middle of an optimizer step of {per_step} micro-batches: the accumulated "
-            "gradients are not saved, so these micro-batches would never be trained. Save after the "
-            "last one, when accelerator.sync_gradients is True"
-        )
 
 
 def steps(accelerator: Accelerator, loader: Loader) -> Iterator[tuple[list[Batch], int]]:

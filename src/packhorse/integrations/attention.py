@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -48,11 +49,7 @@ def use_attention(model: PreTrainedModel, attn_implementation: str) -> None:
 
 
 def check_attention(attn_implementation: str) -> None:
-    """Raise if an attention cannot run here; register ``"varlen"``.
-
-    Raises:
-        ConfigError: the name is not registered with transformers, or its package is not installed.
-    """
+    """Raise :class:`ConfigError` if an attention cannot run here; register ``"varlen"``."""
     register_varlen()
     known = {"eager", *require("transformers", "train").AttentionInterface()}
     if attn_implementation not in known:
@@ -97,25 +94,11 @@ def varlen_attention(
     max_length_q: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each document of a packed batch.
+    """Causal attention inside each document of a packed batch, as transformers calls it.
 
-    Args:
-        module: the attention layer.
-        query: [B, heads, S, width]; ``key`` and ``value`` may have fewer heads.
-        key: like ``query``.
-        value: like ``query``.
-        attention_mask: only in batches that are not packed.
-        dropout: must be 0 in packed batches.
-        scaling: of the scores; None for 1 / sqrt(width).
-        is_causal: None for that of the module.
-        sliding_window: tokens that a token attends to, itself included.
-        cu_seq_lens_q: where documents begin in the flattened batch [B * S]; None for a batch that is not
-            packed, which sdpa computes.
-        max_length_q: tokens of the longest document.
-        options: of sdpa.
-
-    Returns:
-        [B, S, heads, width], and None for the weights.
+    ``cu_seq_lens_q`` is where documents begin in the flattened batch [B * S]; sdpa computes a batch without
+    it or with a mask. A ``sliding_window`` counts the token itself. Returns [B, S, heads, width], and None
+    for the weights.
     """
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     if cu_seq_lens_q is None or not causal or attention_mask is not None:
@@ -189,11 +172,7 @@ def _run_kernel(
 
 @cache
 def varlen_kernel() -> tuple[Any, frozenset[str]]:
-    """Return PyTorch's kernel, and the names of its arguments, which differ between releases.
-
-    Raises:
-        ConfigError: this PyTorch has none.
-    """
+    """Return PyTorch's kernel, and the names of its arguments, which differ between releases."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
@@ -278,23 +257,24 @@ def inspect_attention(
 ) -> AttentionInfo:
     """Inspect a model of transformers, its device and the installed packages.
 
-    Args:
-        model: the model.
-        device: to train on; None for a GPU if there is one, else the model's.
-        dtype: of the weights in computations; None for the present one.
-        autocast: the dtype of ``torch.autocast`` around it.
+    Without ``device`` the model is trained on a GPU if there is one, else where it is; ``dtype`` is that of
+    the weights in computations, ``autocast`` that of ``torch.autocast`` around them.
     """
     config = model.config.get_text_config()
     device = torch.device(device or _device_of(model))
-    varlen, windows = _varlen_kernel()
+    takes = None
+    with suppress(ConfigError):  # this PyTorch has no such kernel
+        _, takes = varlen_kernel()
+    # Families have the names of their model types.
+    bidirectional = {family.name for family in FAMILIES if family.bidirectional is not None}
     return AttentionInfo(
         device=device.type,
         dtype=autocast or dtype or model.dtype,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        varlen=varlen,
-        varlen_windows=windows,
+        varlen=takes is not None,
+        varlen_windows="window_size" in (takes or ()),
         flash=bool(require("transformers.utils", "train").is_flash_attn_2_available()),
-        bidirectional=model.config.model_type in _bidirectional_models(),
+        bidirectional=model.config.model_type in bidirectional,
         softcap=any(_values(config, "attn_logit_softcapping")),
         sinks=any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()),
         dropout=max((float(p) for name in _DROPOUTS for p in _values(config, name)), default=0.0),
@@ -310,20 +290,6 @@ def _device_of(model: PreTrainedModel) -> torch.device:
     device = torch.device(model.device)
     moves = device.type in ("cpu", "meta") and torch.cuda.is_available()
     return torch.device("cuda") if moves else device
-
-
-def _varlen_kernel() -> tuple[bool, bool]:
-    """Return whether PyTorch has the kernel, and whether it takes a sliding window."""
-    try:
-        _, takes = varlen_kernel()
-    except ConfigError:
-        return False, False
-    return True, "window_size" in takes
-
-
-def _bidirectional_models() -> frozenset[str]:
-    # Families have the names of their model types.
-    return frozenset(family.name for family in FAMILIES if family.bidirectional is not None)
 
 
 def _values(config: PretrainedConfig, name: str) -> list[Any]:
@@ -357,13 +323,7 @@ def _head(config: PretrainedConfig) -> int | None:
 def unsupported_features(info: AttentionInfo, backend: str, longest: int | None = None) -> tuple[str, ...]:
     """Return why a backend would be wrong, or would not run; empty if it is right.
 
-    Args:
-        info: about the model.
-        backend: one of :data:`packhorse.collate.packed.ATTENTION`.
-        longest: tokens of the longest document, at most the pack size; None if unknown.
-
-    Raises:
-        ConfigError: no such backend.
+    ``longest`` is the tokens of the longest document, at most the pack size; None if unknown.
     """
     if backend not in ATTENTION:
         raise ConfigError(f"attn={backend!r}: expected 'auto' or one of {', '.join(ATTENTION)}")
@@ -415,16 +375,11 @@ def _window_problems(info: AttentionInfo, backend: str, longest: int | None) -> 
 
 
 def choose_attention(info: AttentionInfo, attn: str = "auto", longest: int | None = None) -> str:
-    """Return ``attn`` if it is right for the model, for ``"auto"`` the fastest backend that is.
-
-    Raises:
-        ConfigError: the model cannot be packed, the backend is wrong for it, or none is right.
-    """
+    """Return ``attn`` if it is right for the model; for ``"auto"`` the fastest that is. Else raise."""
     if info.mixing:
         raise packing_error(info.mixing)
     if attn != "auto":
-        wrong = unsupported_features(info, attn, longest)
-        if wrong:
+        if wrong := unsupported_features(info, attn, longest):
             raise ConfigError(f"{attn} is wrong here: {'; '.join(wrong)}")
         return attn
     rejected = {}

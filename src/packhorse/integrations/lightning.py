@@ -51,12 +51,7 @@ class LoaderDataModule(_lightning.LightningDataModule):  # type: ignore[misc]
             self._feed, self._build = StepFeed(self.loader), None
 
     def train_dataloader(self) -> StepFeed:
-        """Return the loader's batches.
-
-        Raises:
-            ConfigError: the loader has another world or ``gradient_accumulation_steps``, or packed rows are
-                wrong for a model in the LightningModule.
-        """
+        """Return the loader's batches; raise if world, accumulation or model do not suit the loader."""
         trainer = self.trainer
         check_world(self.loader, trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
         check_model(self.loader, trainer.lightning_module)

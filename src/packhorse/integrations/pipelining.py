@@ -91,10 +91,8 @@ def pipeline_inputs(
     if isinstance(n_microbatches, bool) or n_microbatches < 1:
         raise ConfigError(f"{n_microbatches=}: expected at least 1")
     _check_keys(batch)
-    ids, labels = (
-        batch["input_ids"].contiguous(),
-        batch["labels"],
-    )  # microbatches are identified by their memory
+    # Contiguous, because microbatches are identified by their memory.
+    ids, labels = batch["input_ids"].contiguous(), batch["labels"]
     if ids.dim() != 2 or labels.shape != ids.shape:
         raise ConfigError(
             f"'input_ids' of shape {tuple(ids.shape)} and 'labels' of shape {tuple(labels.shape)}: expected "
@@ -129,11 +127,7 @@ def even_rows(batch_size: int, n_microbatches: int) -> torch.Tensor:
 
 
 def segment_starts(cumulative: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    """Return where documents begin, bool [B, S]: ``cu_seq_lens_q`` in a form that can be split by rows.
-
-    Raises:
-        ConfigError: a document continues in the next row, or does not end with the batch.
-    """
+    """Return where documents begin, bool [B, S]: ``cu_seq_lens_q`` in a form that can be split by rows."""
     positions = cumulative.to(torch.int64)
     starts = torch.zeros(rows * length + 1, dtype=torch.bool, device=cumulative.device)
     within = bool((positions >= 0).all()) and bool((positions <= rows * length).all())
@@ -159,11 +153,9 @@ def varlen_arguments(starts: torch.Tensor) -> dict[str, Any]:
 
 
 def _check_keys(batch: Mapping[str, Any]) -> None:
-    missing = [key for key in ("input_ids", "labels") if batch.get(key) is None]
-    if missing:
+    if missing := [key for key in ("input_ids", "labels") if batch.get(key) is None]:
         raise ConfigError(f"the batch has no '{missing[0]}', only {', '.join(batch)}")
-    unknown = [key for key in batch if key not in _KNOWN and not key.startswith("_")]
-    if unknown:
+    if unknown := [key for key in batch if key not in _KNOWN and not key.startswith("_")]:
         raise ConfigError(
             f"the batch holds '{unknown[0]}', which stages do not take: prepare media with "
             "packhorse.pp_media.wrap_vlm_collate_for_pp, and remove keys that the model does not need"
@@ -212,8 +204,7 @@ def _add_rows(
     config: PretrainedConfig,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return the batch with added rows: masks and positions of row 0, no supervised token."""
-    wrong = [name for name, value in kwargs.items() if not isinstance(value, torch.Tensor)]
-    if wrong:
+    if wrong := [name for name, value in kwargs.items() if not isinstance(value, torch.Tensor)]:
         raise ConfigError(
             f"'{wrong[0]}' is a {type(kwargs[wrong[0]]).__name__}, to which no row can be added: use "
             "a batch size that is a multiple of the microbatches, or varlen or sdpa attention"
@@ -310,16 +301,10 @@ class VlmStage(torch.nn.Module):
         position_ids: torch.Tensor | None = None,
         segment_starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run one microbatch.
+        """Run one microbatch; return hidden states [b, S, H], or the logits [b, S, V] of the last stage.
 
-        Args:
-            given: ``input_ids`` [b, S] for the first stage, hidden states [b, S, H] for the others.
-            attention_mask: of these rows, as the model takes it.
-            position_ids: [3, b, S].
-            segment_starts: bool [b, S], where documents begin, for varlen and flash attention.
-
-        Returns:
-            Hidden states [b, S, H], or the logits [b, S, V] of the last stage.
+        The first stage takes ``input_ids`` [b, S], the others hidden states. ``segment_starts`` (bool [b, S],
+        where documents begin) is for varlen and flash attention.
         """
         more = {} if segment_starts is None else varlen_arguments(segment_starts)
         more |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
@@ -339,8 +324,7 @@ class VlmStage(torch.nn.Module):
             if index >= count:
                 raise RuntimeError(f"microbatch {index + 1} of a batch whose media were split for {count}")
             self._vlm_chunk_idx = index + 1
-        media = {key: chunks[key][index] for key in _MEDIA if key in chunks}
-        media = {key: value for key, value in media.items() if len(value)}
+        media = {key: chunks[key][index] for key in _MEDIA if key in chunks and len(chunks[key][index])}
         self._check_staged(ids, media, index)
         return {key: value.to(ids.device, non_blocking=True) for key, value in media.items()}
 
@@ -348,9 +332,7 @@ class VlmStage(torch.nn.Module):
         """Raise if there are media tokens without pixels, which the model would embed like text."""
         for key, name in _PLACEHOLDERS.items():
             token = getattr(self.config, name, None)
-            if key in media or token is None or ids.is_meta:
-                continue
-            if bool((ids == token).any()):
+            if key not in media and token is not None and not ids.is_meta and bool((ids == token).any()):
                 raise RuntimeError(
                     f"microbatch {index + 1} holds {name} {token} and stage 0 has no '{key}' for it: prepare "
                     "the batch (packhorse.pp_media.wrap_vlm_collate_for_pp) and run the schedule within "

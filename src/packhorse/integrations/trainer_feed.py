@@ -18,18 +18,9 @@ if TYPE_CHECKING:
 def check_world(
     loader: Loader, rank: int, size: int, gradient_accumulation_steps: int, *, saved_by_all: bool = False
 ) -> None:
-    """Raise if a loader does not match the training loop.
+    """Raise :class:`ConfigError` if ranks or ``gradient_accumulation_steps`` of the training loop differ.
 
-    Args:
-        loader: the loader.
-        rank: of this process.
-        size: number of training processes.
-        gradient_accumulation_steps: micro-batches per optimizer step of the training loop.
-        saved_by_all: whether each rank saves its own state in a checkpoint.
-
-    Raises:
-        ConfigError: ranks or ``gradient_accumulation_steps`` differ, or ``shard_data`` is set but only the
-            first rank saves.
+    Also if ``shard_data`` is set, but only the first rank saves its state (``saved_by_all``).
     """
     world = loader.world
     if (world.rank, world.size) != (rank, size):
@@ -52,12 +43,7 @@ def check_world(
 def check_model(loader: Loader, module: torch.nn.Module) -> None:
     """Raise if a loader yields packs and the module holds a model that packed rows are wrong for.
 
-    Args:
-        loader: the loader; with ``model="unchecked"`` nothing is checked.
-        module: a model, or a module around it (a LightningModule).
-
-    Raises:
-        ConfigError: see :func:`packhorse.families.models.packing_problems`.
+    If the loader has ``model="unchecked"``, nothing is checked.
     """
     if loader.config.mode != "pack" or loader.model_name == UNCHECKED:
         return
@@ -103,7 +89,8 @@ class TrainerFeed:
         for batch in batches:
             self.delivered += 1
             if not self.loader.remaining:
-                _close(batches)
+                for _ in batches:  # exhausted, so that the loader ends its epoch
+                    raise AssertionError("a loader with nothing remaining has delivered a batch")
             yield batch
 
     @property
@@ -128,10 +115,6 @@ class StepFeed(TrainerFeed):
 
     For trainers that take one batch at a time; all micro-batches of a step are fetched with its first one.
     """
-
-    def __init__(self, loader: Loader) -> None:
-        self._before = 0
-        super().__init__(loader)
 
     def _reset(self) -> None:
         self._before = 0
@@ -177,9 +160,3 @@ class StepFeed(TrainerFeed):
         super().load_state_dict(state["loader"])
         if self.loader.epoch == state["loader"]["epoch"]:
             self._before = int(state["batches"])
-
-
-def _close(batches: Iterator[Batch]) -> None:
-    """Exhaust the iterator after the last batch, so that the loader ends its epoch."""
-    for _ in batches:
-        raise AssertionError("a loader with nothing remaining has delivered a batch")

@@ -33,16 +33,6 @@ class Histogram(NamedTuple):
         values, counts = np.unique(lengths, return_counts=True)
         return cls(values[::-1].astype(np.int64), counts[::-1].astype(np.int64))
 
-    @property
-    def samples(self) -> int:
-        """Number of samples."""
-        return int(self.counts.sum())
-
-    @property
-    def tokens(self) -> int:
-        """Sum of all lengths."""
-        return int(self.lengths @ self.counts)
-
     def round_up(self, grain: int) -> Histogram:
         """Return the histogram in units of ``grain``."""
         units = -(-self.lengths // grain)
@@ -104,12 +94,8 @@ def best_fit(histogram: Histogram, capacity: int, free_spaces: Integers | None =
     """Best fit decreasing: each sample, the longest first, goes where it leaves the least space.
 
     Equals the algorithm on single samples: the tightest pack with space for a length takes as many of it as
-    fit before another pack is used, so all packs of a group are filled in one move.
-
-    Args:
-        histogram: lengths from 1 to ``capacity``.
-        capacity: of a pack.
-        free_spaces: of packs that exist already; they come first, and ``depth`` counts from their content.
+    fit before another pack is used, so all packs of a group are filled in one move. Packs with
+    ``free_spaces`` exist already: they come first, and ``depth`` counts from their content.
     """
     groups: dict[int, list[Group]] = {}
     moves: list[Move] = []

@@ -26,15 +26,10 @@ _EPSILON = 1e-7
 
 
 def cutting_stock(classes: Histogram, capacity: int, patterns: Iterable[Pattern]) -> list[Pattern]:
-    """Return the patterns with the fewest packs, rounded down to whole packs.
+    """Return the patterns with the fewest packs, rounded down to whole packs; lengths are in grains.
 
-    Args:
-        classes: lengths in grains, from 1 to ``capacity``.
-        capacity: in grains.
-        patterns: to start with; every length must be in one of them.
-
-    Returns:
-        Patterns that leave some samples to the caller, and may need more samples of a class than there are.
+    Starts with ``patterns``, which hold every length. The result leaves some samples to the caller, and may
+    need more samples of a class than there are.
     """
     lengths, demand = classes.lengths[::-1], classes.counts[::-1].astype(np.float64)
     index = {length: number for number, length in enumerate(lengths.tolist())}
@@ -51,9 +46,8 @@ def cutting_stock(classes: Histogram, capacity: int, patterns: Iterable[Pattern]
         worth, choice = _knapsack(lengths, prices, capacity)
         # Prices scaled down until no pattern is worth more than its pack bound every solution.
         bound = max(bound, float(prices @ demand) / max(1.0, float(worth[capacity])))
-        missing = _better_columns(lengths, prices, worth, choice, capacity)
         before = len(columns)
-        columns.update(dict.fromkeys(missing))
+        columns.update(dict.fromkeys(_better_columns(lengths, prices, worth, choice, capacity)))
         if float(packs.sum()) - bound <= _NEAR_ENOUGH * bound or len(columns) == before:
             break
     counts = np.floor(packs + 1e-6).astype(np.int64).tolist()
@@ -141,19 +135,12 @@ def improve(
 ) -> Fill | Assignment:
     """Return the plan with the fewest packs that the effort finds; ``fit`` if none has fewer.
 
-    Args:
-        histogram: lengths from 1 to ``capacity``.
-        capacity: of a pack.
-        fit: the plan of best fit.
-        bound: a lower bound on the packs.
-        effort: approximate seconds to spend; None spends ``SECONDS_PER_PACK`` for each pack that may be
-            saved, at most ``MOST_SECONDS``.
+    ``effort`` is approximate seconds; None spends ``SECONDS_PER_PACK`` for each pack that may be saved, at
+    most ``MOST_SECONDS``.
     """
     savable = fit.packs - bound
-    if savable <= 0 or (effort is None and savable <= GOOD_ENOUGH * bound):
-        return fit
     seconds = min(MOST_SECONDS, SECONDS_PER_PACK * savable) if effort is None else effort
-    if seconds <= 0:
+    if savable <= 0 or seconds <= 0 or (effort is None and savable <= GOOD_ENOUGH * bound):
         return fit
     best: Fill | Assignment = fit
     grain = _grain(histogram, capacity)
@@ -175,17 +162,13 @@ def improve(
     if seconds >= cost:
         seconds -= cost
         patterns = cutting_stock(classes, capacity // grain, chain.from_iterable(rough))
-        best = _fewer(best, _assign_classes(histogram, capacity, grain, patterns))
+        best = min(best, _assign_classes(histogram, capacity, grain, patterns), key=lambda plan: plan.packs)
     for share, tries in attempts:
         seconds -= _EXACT_PER_LENGTH * len(histogram.lengths) * (1 + tries / 32)
         if seconds < 0 or best.packs <= bound:
             break
-        best = _fewer(best, as_fill(_fill(histogram, capacity, share, tries)))
+        best = min(best, as_fill(_fill(histogram, capacity, share, tries)), key=lambda plan: plan.packs)
     return best
-
-
-def _fewer(best: Fill | Assignment, other: Fill | Assignment) -> Fill | Assignment:
-    return other if other.packs < best.packs else best
 
 
 def _fill(histogram: Histogram, capacity: int, share: float, tries: int) -> list[Pattern]:

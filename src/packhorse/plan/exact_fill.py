@@ -1,11 +1,9 @@
 """Exact filling: complete one pack at a time, starting with the longest remaining sample.
 
 Best fit wastes up to a tenth if all samples are large. Here the longest remaining length is combined with the
-lengths that leave the least space, and the pattern is repeated as long as there are samples for it. The
-search looks at all pairs at once with numpy, about 50 microseconds per pattern.
-
-The window limits how short the combined lengths may be, and so how the short lengths are shared between early
-and late packs. The best window depends on the data: try several.
+lengths that leave the least space, and the pattern is repeated as long as there are samples for it, about 50
+microseconds per pattern. The window limits how short the combined lengths may be; the best one depends on the
+data: try several.
 """
 
 from __future__ import annotations
@@ -28,11 +26,8 @@ class Pattern(NamedTuple):
 def fill_exactly(histogram: Histogram, capacity: int, *, window: int, tries: int) -> list[Pattern]:
     """Pack everything, pattern by pattern.
 
-    Args:
-        histogram: lengths from 1 to ``capacity``.
-        capacity: of a pack.
-        window: number of lengths to consider for the larger of the last two samples of a pack.
-        tries: number of lengths to try for the third last if no two fill the pack.
+    Considers ``window`` lengths for the larger of the last two samples of a pack, and tries ``tries`` lengths
+    for the third last if no two fill the pack.
     """
     stock = _Stock(histogram, capacity)
     patterns = []

@@ -136,16 +136,8 @@ def smallest_share(
 ) -> int | None:
     """Return the smallest number of rows that a rank keeps, from the files alone: the same on every rank.
 
-    None if unknown: rows are excluded by their length, and the other ranks' rows have not been counted.
-
-    Args:
-        dataset: this rank's rows, without wrappers.
-        world: how many ranks there are.
-        max_length: rows above it are excluded, see :func:`are_too_long`; None for no limit.
-        processor: what the rows were counted with.
-
-    Raises:
-        ConfigError: the rows are split across another number of ranks.
+    None if unknown: rows above ``max_length`` are excluded, and the other ranks' rows have not been counted.
+    Raises :class:`ConfigError` if the rows are split across another number of ranks.
     """
     sizes = {source.selection.world.size for source in dataset.sources}
     if sizes - {1, world.size}:
@@ -299,8 +291,7 @@ class LengthGroupedSampler(Sampler[int]):
                 raise ConfigError(f"the state has {name}={state[name]}, this sampler {current[name]}")
         if not 0 <= state["position"] <= self._count:
             raise ConfigError(f"position {state['position']} of {self._count} samples")
-        self.epoch, self._start = state["epoch"], state["position"]
-        self._position = self._start
+        self.epoch, self._start, self._position = state["epoch"], state["position"], state["position"]
 
     @staticmethod
     def _extract_image_config(processor: Processor | None) -> dict[str, int] | None:
@@ -463,13 +454,11 @@ class LengthGroupedSampler(Sampler[int]):
         self._warn_of_accelerate()
         sources = ", ".join(f"{rows:,} by {source}" for source, rows in self.length_source.items())
         logger.info("lengths of %s rows: %s", f"{len(self.lengths):,}", sources or "none")
-        unknown = self.length_source[SOURCES[UNKNOWN]]
-        if unknown:
+        if unknown := self.length_source[SOURCES[UNKNOWN]]:
             logger.warning(
                 "%s rows cannot be read and count as 0 tokens; loading them records why", f"{unknown:,}"
             )
-        too_long = len(self.lengths) - len(self._order)
-        if too_long:
+        if too_long := len(self.lengths) - len(self._order):
             logger.warning("%s rows above max_length=%s are dropped", f"{too_long:,}", self.max_length)
         if self._count < len(self._order):
             gone = f"{len(self._order) - self._count:,}"

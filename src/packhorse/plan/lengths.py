@@ -1,9 +1,7 @@
 """Look up how long samples are, from the best source for each row, without encoding.
 
 Sources, the best first: lengths that the caller gives, the sidecar of ``packhorse count``, the row's own
-fields, an estimate. :func:`row_lengths` answers for rows, :func:`sample_lengths` for what a dataset encodes
-from them, :class:`LazyLengths` counts single samples, and :func:`check_eligibility` finds those that no pack
-holds.
+fields, an estimate.
 """
 
 from __future__ import annotations
@@ -125,19 +123,11 @@ def row_lengths(
     counts: Counts | None = None,
     unwrap: bool = True,
 ) -> Lengths:
-    """Look up the lengths of a dataset's rows.
+    """Look up the lengths of a dataset's rows, which were counted with ``processor``.
 
-    Args:
-        dataset: the rows.
-        processor: what the rows were counted with: a processor, or the path or hub name of one.
-        image_cfg: the geometry of its images, to estimate lengths with.
-        video_cfg: the geometry of its videos.
-        counts: the lengths, if the caller has them; plain numbers are not assumed to be exact.
-        unwrap: look at the rows inside wrappers, ``Subset`` and ``ConcatDataset``, so that no sample is
-            encoded for its length.
-
-    Raises:
-        ConfigError: the number of ``counts`` differs from the number of rows.
+    The geometries are for estimates. Plain numbers as ``counts`` are not assumed to be exact; their number
+    has to be that of the rows. ``unwrap`` looks at the rows inside wrappers, ``Subset`` and
+    ``ConcatDataset``, so that no sample is encoded for its length.
     """
     if counts is not None:
         return _given_lengths(counts, len(dataset), image_cfg, video_cfg)
@@ -145,8 +135,7 @@ def row_lengths(
     parts = list(_inner_rows(dataset, rows, rows)) if unwrap else [(dataset, rows, rows)]
     lengths = []
     for inner, rows_of_part, _ in parts:
-        recorded = recorded_counts(inner, processor)
-        if recorded is not None:
+        if (recorded := recorded_counts(inner, processor)) is not None:
             lengths.append(Lengths.of(recorded.take(rows_of_part), SIDECAR))
         else:
             report = Progress("estimating lengths", len(rows_of_part))
@@ -183,15 +172,7 @@ def estimated_lengths(
     video_cfg: Geometry | None,
     report: Callable[[int], None],
 ) -> Lengths:
-    """Estimate the lengths of these rows; samples that are encoded already are measured.
-
-    Args:
-        dataset: the rows.
-        rows: which of them.
-        image_cfg: see :func:`row_lengths`.
-        video_cfg: see there.
-        report: called with the number of rows read so far.
-    """
+    """Estimate the lengths of these rows; samples that are encoded already are measured."""
     columns = ColumnsBuilder()
     positions, readable = np.empty(len(rows), np.int64), np.zeros(len(rows), np.bool_)
     text_only = readable.copy()
@@ -215,15 +196,8 @@ def estimated_lengths(
 def recorded_counts(dataset: Rows, processor: Processor | str | None) -> CountColumns | None:
     """Return the exact counts of a mixture whose files have all been counted; None if there are none.
 
-    Logs why count files that exist are not used.
-
-    Args:
-        dataset: without wrappers. What :func:`~packhorse.datasets.open_meta_dataset` and
-            :func:`~packhorse.datasets.make_meta_dataset` return is known to be a mixture.
-        processor: what the rows were counted with: a processor, or the path or hub name of one.
-
-    Raises:
-        ConfigError: there is no processor under that path.
+    Logs why count files that exist are not used. What :func:`~packhorse.datasets.open_meta_dataset` and
+    :func:`~packhorse.datasets.make_meta_dataset` return is known to be a mixture, if it has no wrapper.
     """
     mixture: MetaDataset | None = dataset if isinstance(dataset, MetaDataset) else None
     positions: Integers | None = None
@@ -321,15 +295,9 @@ def sample_lengths(
 ) -> Lengths:
     """Look up the lengths of the samples that a dataset encodes: fake images added, long samples truncated.
 
-    Args:
-        dataset: encodes the samples.
-        ds_raw: their rows; without it what one of Packhorse's own wrappers wraps, or the dataset itself (any
-            other wrapper returns all its samples, which may encode them).
-        processor: for the geometry of media and to find counts; without it the dataset's.
-        counts: exact counts of the rows.
-
-    Raises:
-        ConfigError: rows or counts differ in number from samples.
+    Without ``ds_raw`` the rows are what one of Packhorse's own wrappers wraps, or the dataset itself (any
+    other wrapper returns all its samples, which may encode them). Raises :class:`ConfigError` if rows or
+    counts differ in number from samples.
     """
     # Only these are known to have the samples of what they wrap, in its order: a Subset has others.
     wrapped = dataset.dataset if isinstance(dataset, ReplacingDataset) else dataset
@@ -480,15 +448,7 @@ class Eligibility:
 def check_eligibility(
     dataset: Rows, lengths: Lengths, pack_size: int, alignment: int, drop_long: bool
 ) -> Eligibility:
-    """Find the samples that can be in no pack.
-
-    Args:
-        dataset: encodes them.
-        lengths: their lengths, before the shift.
-        pack_size: the most tokens of a pack.
-        alignment: the padded length of each sample is a multiple of this.
-        drop_long: also exclude samples that only seem to be too long.
-    """
+    """Find the samples that can be in no pack; ``drop_long``: also those that only seem to be too long."""
     capacity = pack_size - pack_size % alignment
     tokens, limit = lengths.tokens, None
     bad = surely = np.zeros(len(tokens), np.bool_)
@@ -522,7 +482,6 @@ def _surely_too_long(
     if len(near) and lazy.countable:
         tokens = tokens.copy()
         for index in near.tolist():
-            total = lazy.total(index)
-            if total:
+            if total := lazy.total(index):
                 tokens[index], surely[index] = total, total > most
     return tokens, surely, limit

@@ -1,8 +1,7 @@
 """Plans with further limits: visual tokens, media items or documents of a pack.
 
-Packs are planned by length first; the samples of packs over a limit are repacked one by one. If that is not
-good enough, everything is repacked, by best fit or by spreading the load evenly, whichever suits the data (5
-to 10 microseconds per sample).
+Packs are planned by length first; the samples of packs over a limit are repacked one by one (5 to 10
+microseconds each), and all of them if that is not good enough.
 """
 
 from __future__ import annotations
@@ -41,14 +40,7 @@ class Resource(NamedTuple):
 
 
 def within_limits(plan: Assignment, tokens: Resource, others: list[Resource], bound: int) -> Assignment:
-    """Return a plan in which no pack is over any limit.
-
-    Args:
-        plan: a plan by length alone.
-        tokens: lengths and capacity.
-        others: the further limits.
-        bound: lower bound on the packs by length alone.
-    """
+    """Return a plan by length alone with the packs over a limit repacked; ``bound`` is by length too."""
     pack_of = plan.pack_of
     over = np.zeros(plan.packs, np.bool_)
     for other in others:
@@ -88,10 +80,7 @@ def _by_share(resources: list[Resource]) -> Integers:
 def _spread_evenly(resources: list[Resource]) -> tuple[int, Integers]:
     """Put each sample into the emptiest of the fewest possible packs, the rest by :func:`_best_fit`.
 
-    All resources of a pack fill at the same pace.
-
-    Returns:
-        The number of packs, and the pack of each sample.
+    All resources of a pack fill at the same pace. Returns the number of packs and the pack of each sample.
     """
     order = _by_share(resources)
     wants = list(zip(*(resource.values[order].tolist() for resource in resources), strict=True))
@@ -126,12 +115,8 @@ def _spread_evenly(resources: list[Resource]) -> tuple[int, Integers]:
 def _best_fit(resources: list[Resource], spaces: Sequence[list[int]] = ()) -> tuple[int, Integers]:
     """Best fit decreasing on the scarcest resource, among packs that have enough of the others.
 
-    Args:
-        resources: those that are equal for all samples (the number of documents) do not decide the fit.
-        spaces: what existing packs have left of every resource.
-
-    Returns:
-        The number of packs, and the pack of each sample.
+    Resources that are equal for all samples (the number of documents) do not decide the fit; ``spaces`` is
+    what existing packs have left. Returns the number of packs and the pack of each sample.
     """
     need = [int(np.ptp(values) > 0) * int(values.sum()) / limit for values, limit in resources]
     first = need.index(max(need))

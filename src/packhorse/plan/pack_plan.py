@@ -193,19 +193,12 @@ class PackPlan:
         )
 
     def without(self, samples: Flags, lengths: npt.ArrayLike, reason: Reason) -> PackPlan:
-        """Return the plan without some samples, which are dropped with a reason.
-
-        Args:
-            samples: True for those to drop.
-            lengths: tokens of every sample.
-            reason: one of ``DROP_REASONS``.
-        """
+        """Return the plan without the samples that are True, dropped with one of ``DROP_REASONS``."""
         if not samples.any():
             return self
-        code = DROP_REASONS.index(reason)
         codes = np.full(self.samples, -1, np.int16)
         codes[self.dropped] = self.drop_codes
-        codes[samples] = code
+        codes[samples] = DROP_REASONS.index(reason)
         dropped = np.flatnonzero(codes >= 0)
         why = codes[dropped].astype(np.uint8)
         stay = ~samples[self.indices]
@@ -275,9 +268,7 @@ class PackPlan:
 
 def sums_by_pack(values: npt.NDArray[Any], offsets: Integers) -> npt.NDArray[Any]:
     """Return the sums between offsets, none of which is empty."""
-    if len(offsets) < 2:
-        return values[:0]
-    return np.add.reduceat(values, offsets[:-1])
+    return np.add.reduceat(values, offsets[:-1]) if len(offsets) > 1 else values[:0]
 
 
 QUARTILES = (0, 25, 50, 75, 100)
@@ -327,8 +318,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]
         with pa.memory_map(os.fspath(path)) as mapped:
             reader = pa.ipc.open_file(mapped)
             about = json.loads((reader.schema.metadata or {})[b"packhorse"])
-            if about["format"] != _FORMAT:
-                found = about["format"]
+            if (found := about["format"]) != _FORMAT:
                 raise ConfigError(f"{os.fspath(path)}: expected {_FORMAT}, found {found}; plan again")
             batch = reader.get_batch(0)
             batch.validate(full=True)
@@ -351,11 +341,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _map_array(values: Any) -> npt.NDArray[Any]:
-    """Return an array over the file's memory; ``to_numpy`` would import pandas, which takes half a second.
-
-    Raises:
-        ValueError: the values are no numbers, or some are missing.
-    """
+    """Return an array over the file's memory; ``to_numpy`` would import pandas, which takes half a second."""
     from pyarrow import types
 
     if not (types.is_integer(values.type) or types.is_floating(values.type)):
@@ -394,11 +380,9 @@ def _contradiction(plan: PackPlan) -> str:
         or plan.offsets[-1] != len(plan.indices)
     ):
         return "the packs do not cover its samples"
-    if len(plan.tokens) != len(plan) or len(plan.dropped) != len(plan.drop_codes):
+    columns = [column for column in (plan.tokens, plan.costs, plan.media_masks) if column is not None]
+    if {len(plan)} != {*map(len, columns)} or len(plan.dropped) != len(plan.drop_codes):
         return "its columns have different lengths"
-    for column in (plan.costs, plan.media_masks):
-        if column is not None and len(column) != len(plan):
-            return "its columns have different lengths"
     if (plan.drop_codes >= len(DROP_REASONS)).any():
         return "it drops samples for an unknown reason"
     every = np.concatenate([plan.indices, plan.dropped])

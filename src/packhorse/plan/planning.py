@@ -166,11 +166,7 @@ def _pack(
 
 
 def as_integers(values: npt.ArrayLike, what: str, expected: int | None = None) -> npt.NDArray[np.integer]:
-    """Return ``values`` as an array of non-negative integers.
-
-    Raises:
-        ConfigError: they are something else, or their number is not ``expected``.
-    """
+    """Return ``values`` as an array of non-negative integers; raise if they are something else."""
     array = np.asarray(values)
     if array.ndim == 1 and not len(array):
         array = array.astype(np.int64)
@@ -278,18 +274,11 @@ def longest_first(
     epoch: int = 0,
     dataset_ids: Integers | None = None,
 ) -> Positions:
-    """Return positions in order of decreasing length.
+    """Return positions in order of decreasing length; lengths and their number are below 2^31.
 
     Sorts one integer of length and position, several times faster than ``argsort``; to shuffle within each
-    length, the position is scrambled.
-
-    Args:
-        lengths: up to ``capacity``, fewer than 2^31 of them.
-        capacity: an upper bound, below 2^31.
-        seed: None keeps the order of samples of one length.
-        epoch: changes the shuffle.
-        dataset_ids: the dataset of each sample; samples of one length are spread so that each dataset appears
-            as evenly as possible.
+    length, the position is scrambled. ``dataset_ids`` spread samples of one length so that each dataset
+    appears as evenly as possible.
     """
     bits = max(_LEAST_BITS, len(lengths).bit_length())
     shuffle = None if seed is None else Shuffle(bits, seed, epoch)
@@ -365,8 +354,7 @@ def _spread_datasets(
 def assign_samples(fill: Fill, order: Positions) -> tuple[Integers, Positions]:
     """Assign the samples in ``order`` (the longest first) to the packs of a fill.
 
-    Returns:
-        Offsets and positions: pack ``k`` holds ``positions[offsets[k]:offsets[k + 1]]``.
+    Pack ``k`` holds ``positions[offsets[k]:offsets[k + 1]]`` of the offsets and positions returned.
     """
     runs = int(np.minimum(fill.each, fill.width).sum())
     if len(order) < _MANY or len(order) < _LONG_RUN * runs:

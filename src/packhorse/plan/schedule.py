@@ -158,11 +158,7 @@ class BatchLayout(NamedTuple):
     gradient_accumulation_steps: int = 1
 
     def check(self) -> BatchLayout:
-        """Return the layout.
-
-        Raises:
-            ConfigError: a number is below 1.
-        """
+        """Return the layout; raise :class:`ConfigError` if a number is below 1."""
         if min(self) < 1:
             raise ConfigError(f"{self}: expected 1 or more for each")
         return self
@@ -258,13 +254,12 @@ class Units:
         new = self.parts[len(self.costs) - len(self.plan) :]
         if not new:
             return
-        parents = self._parents[len(self._parents) - len(new) :]
         self.costs = np.append(self.costs, [self.info.costs[part].sum() for part in new])
         masks = np.array([np.bitwise_or.reduce(self.info.media_masks[part]) for part in new], np.uint8)
         self.media_masks = np.append(self.media_masks, masks)
         if self.dataset_ids is not None:
             dataset_ids = self.dataset_ids.tolist()
-            for parent in parents:  # may be a part itself
+            for parent in self._parents[-len(new) :]:  # may be a part itself
                 dataset_ids.append(dataset_ids[parent])
             self.dataset_ids = np.array(dataset_ids, np.int64)
 
@@ -288,22 +283,16 @@ class PackSchedule:
     ) -> None:
         """Schedule every segment in turn; each gets the packs that those before it did not use.
 
-        Args:
-            packs: of the epoch's plan.
-            segments: the layouts of this epoch in order; all steps of the last one are scheduled.
-            seed: of the order.
-            epoch: changes the order.
-            at_least: the least micro-steps of the last segment; packs are split to fill them.
-
-        Raises:
-            ConfigError: a segment has used more steps than it has.
+        Packs are split until the last segment has ``at_least`` micro-steps. Raises :class:`ConfigError` if a
+        segment has used more steps than it has.
         """
         self.units = Units(packs)
         left = np.arange(len(packs.plan), dtype=np.int64)
         for turn, segment in enumerate(segments):
             layout = segment.layout.check()
             last = turn == len(segments) - 1
-            order_seed = seed if not turn else _segment_seed(seed, turn)
+            drawn = blake2b(f"{seed} {turn}".encode(), digest_size=7).digest()
+            order_seed = int.from_bytes(drawn, "little") if turn else seed
             table = schedule_packs(self.units, left, layout, order_seed, epoch, at_least if last else 0)
             if not 0 <= segment.steps <= len(table):
                 raise ConfigError(f"{segment}: this layout has {len(table):,} micro-steps")
@@ -341,14 +330,11 @@ class PackSchedule:
 def schedule_packs(
     units: Units, ids: Integers, layout: BatchLayout, seed: int = 0, epoch: int = 0, at_least: int = 0
 ) -> Integers:
-    """Assign units to steps and ranks.
+    """Assign units to steps and ranks: [steps, world_size, batch_size].
 
     Full steps come from :func:`order_packs`. The packs that do not fill the last optimizer step are spread
     over its micro-steps and ranks; if they are fewer than ranks, they are split, so that every rank has
     samples as long as there are enough.
-
-    Returns:
-        [steps, world_size, batch_size]: each of ``ids``, or the parts it was split into, exactly once.
     """
     world, batch, accumulation = layout
     dataset_ids = None if units.dataset_ids is None else units.dataset_ids[ids]
@@ -401,7 +387,3 @@ def _split(units: Units, ids: list[int], wanted: int) -> list[int]:
                 single.append(half)
     units.merge_parts()
     return [*single, *(unit for _, unit in heap)]
-
-
-def _segment_seed(seed: int, turn: int) -> int:
-    return int.from_bytes(blake2b(f"{seed} {turn}".encode(), digest_size=7).digest(), "little")

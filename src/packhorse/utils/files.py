@@ -81,13 +81,7 @@ def build_once(name: str, write: Callable[[IO[bytes]], None]) -> Path:
 
 
 def rebuild(name: str, write: Callable[[IO[bytes]], None], damaged: int) -> Path:
-    """Replace a damaged cache file, unless another process has replaced it already.
-
-    Args:
-        name: as for :func:`build_once`.
-        write: see ``name``.
-        damaged: the inode of the damaged file.
-    """
+    """Replace a cache file whose inode is ``damaged``, unless another process has replaced it already."""
     target = cache_folder() / name
     with cache_lock(name):
         if not target.exists() or target.stat().st_ino == damaged:

@@ -326,12 +326,8 @@ class ProcessPool(Generic[T, R]):
         multiprocessing_context: str | None = None,
         retries: int = MAX_RETRIES,
     ) -> None:
-        self._work, self.size, self._start, self._retries = (
-            _Work(work),
-            num_workers,
-            multiprocessing_context,
-            retries,
-        )
+        self._work, self.size = _Work(work), num_workers
+        self._start, self._retries = multiprocessing_context, retries
         self._workers: list[_Worker] = []
         self._retry = deque[int]()  # positions whose worker died
         self._done: dict[int, Any] = {}  # results and failures by position, until they are yielded
@@ -345,11 +341,7 @@ class ProcessPool(Generic[T, R]):
         _end_workers(self._workers, self._owner)
 
     def start(self) -> None:
-        """Start the workers, unless they run; :meth:`run` does it if this was not called.
-
-        Raises:
-            EngineError: the work cannot be sent to another process.
-        """
+        """Start the workers, unless they run; :meth:`run` does it if this was not called."""
         while len(self._workers) < self.size:
             self._workers.append(_Worker(self._work, self._start))
 
@@ -367,17 +359,11 @@ class ProcessPool(Generic[T, R]):
         timeout: float | None = None,
         receive: Callable[[R], Any] | None = None,
     ) -> Iterator[tuple[int, Any]]:
-        """Run the tasks at ``positions``; yield (position, result).
+        """Run the tasks at ``positions``; yield (position, result), in order only if ``ordered``.
 
         At most ``prefetch_factor * workers`` results are under way. A new run ends the previous one.
-
-        Args:
-            task: the task at a position.
-            positions: what to run, in order.
-            ordered: yield results in order; otherwise as they arrive.
-            prefetch_factor: tasks that a worker holds, the one it runs included.
-            timeout: seconds to wait for a result.
-            receive: applied to each result as soon as it is seen, before its turn.
+        ``timeout`` is seconds to wait for a result; ``receive`` is applied to each as soon as it is seen,
+        before its turn.
 
         Raises:
             WorkerDied: a task's worker died on every attempt; raised in its turn, as errors of the work are.
