@@ -2,8 +2,7 @@
 
 libsndfile decodes WAV, FLAC, OGG, MP3 and the like; PyAV decodes the formats it cannot read (AAC in ``.m4a``,
 the audio track of a video) and files whose header has no length. Needs ``pip install 'packhorse[audio]'``,
-for PyAV ``[video]``; an array needs soxr only to change its rate. Ten seconds take about a
-millisecond.
+for PyAV ``[video]``; an array needs soxr only to change its rate. Ten seconds take about a millisecond.
 """
 
 from __future__ import annotations

@@ -28,8 +28,6 @@ from packhorse.media.sampling import VideoInfo, VideoSampling, sample_frame_indi
 from packhorse.media.source import Address, describe, local_path, locate, read_bytes
 
 _IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-
-
 _DECORD_CONTAINERS = {"mp4", "matroska", "avi"}
 _SAME_TIME = 1e-4  # seconds; far below the duration of a frame
 
@@ -104,9 +102,8 @@ def _decode_with_decord(video: VideoFile, source: object, wanted: Sequence[int])
         raise _not_supported(video, f"{detail}, this is {video.container.format.name}")
     path = local_path(source)
     try:
-        reader = decord.VideoReader(
-            io.BytesIO(read_bytes(source)) if path is None else path, ctx=decord.cpu(0)
-        )
+        file = io.BytesIO(read_bytes(source)) if path is None else path
+        reader = decord.VideoReader(file, ctx=decord.cpu(0))
         if len(reader) != len(video.packets):
             raise _other_count(video, "decord", len(reader))
         if video.has_open_groups:
