@@ -219,16 +219,14 @@ class VideoFile:
     def _methods(self, wanted: Sequence[int]) -> Iterator[Iterator[tuple[int, Any]]]:
         # The later ones are for files whose packets and frames have different times, or that cannot seek.
         if self.timed:
-            starts = self._seek_plan(wanted)
-            if starts:
+            if starts := self._seek_plan(wanted):
                 yield self._by_seeking(starts)
             yield self._from_start(timed=True)
         yield self._from_start(timed=False)
 
     def _from_start(self, *, timed: bool) -> Iterator[tuple[int, Any]]:
         self._open()
-        packets = packets_of(self.container, self.stream)
-        frames = chain.from_iterable(packet.decode() for packet in packets)
+        frames = chain.from_iterable(packet.decode() for packet in packets_of(self.container, self.stream))
         for count, frame in enumerate(frames):
             yield (self._numbers.get(frame.pts, -1) if timed else count), frame
 

@@ -227,8 +227,7 @@ def probe_video(
     Raises:
         BadSample: ``missing_media``, ``broken_media``, ``media_too_large``.
     """
-    frames = _as_frames(source)
-    if frames is not None:
+    if (frames := _as_frames(source)) is not None:
         return _frames_info(frames, fps, max_pixels)
     with open_video(source) as video:
         info = video.info()
@@ -276,8 +275,7 @@ def load_video(
         fps=fps, min_frames=min_frames, max_frames=max_frames, num_frames=num_frames
     )
     name = describe(source)
-    frames = _as_frames(source)
-    if frames is not None:
+    if (frames := _as_frames(source)) is not None:
         info = _frames_info(frames, fps, max_pixels)
         indices = frame_positions(info, sampling, frame_indices, name, max_bytes)
         decoded = _read_frames(frames, np.unique(indices).tolist(), info, max_pixels)
@@ -336,13 +334,8 @@ def _gather_frames(
                 f"{info.width} x {info.height} as in the header"
             )
         frames[indices == number] = pixels
+    positions = tuple(indices.tolist())
     metadata = VideoMetadata(
-        total_num_frames=info.total_frames,
-        fps=info.fps,
-        width=info.width,
-        height=info.height,
-        duration=info.duration,
-        video_backend=backend_name,
-        frames_indices=tuple(indices.tolist()),
+        info.total_frames, info.fps, info.width, info.height, info.duration, backend_name, positions
     )
     return VideoFrames(frames, metadata)
