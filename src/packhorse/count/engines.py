@@ -132,8 +132,7 @@ def _wait_for_result(ray: Any, references: list[Any], silence: float) -> Any:
     """Wait for a result; report after ``silence`` seconds, and less and less often, if no CPU is free."""
     waited = 0.0
     while True:
-        ready, _ = ray.wait(references, num_returns=1, timeout=silence)
-        if ready:
+        if ready := ray.wait(references, num_returns=1, timeout=silence)[0]:
             return ready[0]
         waited, silence = waited + silence, 2 * silence
         if _free_cpus(ray) < 1:

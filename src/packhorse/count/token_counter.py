@@ -143,8 +143,7 @@ def _split_lines(text: str) -> list[str]:
 def _split_words(line: str) -> tuple[str, list[str]]:
     """Return the first word, and the words after a space, without that space."""
     if _TWO_SPACES.search(line):
-        words = _WORD_STARTS.split(line)
-        first = words.pop(0)
+        first, *words = _WORD_STARTS.split(line)
         return first, [word[1:] for word in words]
     words = line.split(" ")
     return words.pop(0), words
@@ -400,8 +399,7 @@ class TokenCounter:
         encoder = self.encoder
         with naming(key):
             sizes = tuple((ref.kind, encoder.size_of(ref)) for ref in refs)
-        known = self._media_of_sizes.get(sizes)
-        if known is None:
+        if (known := self._media_of_sizes.get(sizes)) is None:
             images = sum(kind == "image" for kind, _ in sizes)
             with processor_errors(key):
                 counts = tuple(

@@ -397,8 +397,7 @@ def _build_and_save(
             # Read-only folder, no space left, …: try the next folder, then memory.
             logger.info("cannot keep the index of %s at %s (%s)", path, target, error)
             continue
-        index = _load(target, layout, fingerprint)
-        if index is not None:
+        if (index := _load(target, layout, fingerprint)) is not None:
             return index
     logger.warning("no folder to keep the index of %s in: holding it in memory", path)
     return _scan(path, layout, fingerprint, observer)
