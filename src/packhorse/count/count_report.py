@@ -309,9 +309,7 @@ _META_FIELDS = {
 
 
 def write_counted_jsonl(
-    files: Sequence[CountedFile],
-    folder: str | os.PathLike[str],
-    progress: OnProgress | None = None,
+    files: Sequence[CountedFile], folder: str | os.PathLike[str], progress: OnProgress | None = None
 ) -> list[Path]:
     """Write ``<dataset>.jsonl`` for each dataset, and a ``meta.json`` that names them.
 
@@ -328,13 +326,11 @@ def write_counted_jsonl(
     targets = [home / f"{counted.config.name.replace(os.sep, '_')}.jsonl" for counted in files]
     if len(set(targets)) < len(targets):
         raise ConfigError(f"two datasets would be written to one of {', '.join(map(str, targets))}")
+    meta = {}
     for counted, target in zip(files, targets, strict=True):
         if os.path.realpath(target) == os.path.realpath(counted.file.path):
             raise ConfigError(f"{target} is the data file itself: write the copies to another folder")
-    meta = {
-        counted.config.name: counted.config.entry(target.name)
-        for counted, target in zip(files, targets, strict=True)
-    }
+        meta[counted.config.name] = counted.config.entry(target.name)
     report = progress or Progress("writing")
     total, done = sum(len(counted.file) for counted in files), 0
 

@@ -256,12 +256,7 @@ class PartStore:
         self._counted[number] = task.stop - task.first
 
     def write_sidecar_if_complete(self) -> None:
-        """Write the sidecar and remove the parts, if none is missing.
-
-        Raises:
-            ConfigError: the data file has changed.
-            SystemFault: the sidecar cannot be written, or parts were removed repeatedly.
-        """
+        """Write the sidecar and remove the parts, if none is missing; raise if the data file has changed."""
         if self.sidecar is not None or self.missing:
             return
         if Fingerprint.of(data_source(self.file)) != self.location.state:
@@ -361,8 +356,8 @@ class PartStore:
             logger.info("%s was written by another process: using it", sidecar.path)
             self.sidecar = sidecar
             return
-        paths = {number: part.source for number, part in self._parts.items() if isinstance(part.source, Path)}
-        lost = {number for number, path in paths.items() if not path.exists()}
+        sources = ((number, part.source) for number, part in self._parts.items())
+        lost = {number for number, path in sources if isinstance(path, Path) and not path.exists()}
         self._losses += 1
         if self._losses > _MAX_LOSSES or not lost:
             raise SystemFault(
@@ -377,10 +372,8 @@ class PartStore:
 
         parts = [self._parts[number] for number in range(len(self._parts))]
         digests, checks = [part.digest for part in parts], [part.counts_digest() for part in parts]
-        metadata = sidecar_metadata(
-            settings, self.location.state, len(self.file), self.part_rows, digests, checks
-        )
-        schema = count_schema(metadata)
+        state, rows = self.location.state, len(self.file)
+        schema = count_schema(sidecar_metadata(settings, state, rows, self.part_rows, digests, checks))
         with pa.ipc.new_file(file, schema) as writer:
             for number, (part, task) in enumerate(zip(parts, self._split(), strict=True)):
                 batch = part.batch()
@@ -419,12 +412,7 @@ class Part:
     _check: str = ""
 
     def batch(self) -> pa.RecordBatch:
-        """Return its record batch.
-
-        Raises:
-            OSError: it cannot be read.
-            ConfigError: (a ``ValueError``) it is damaged.
-        """
+        """Return its record batch; raise an OSError, or a ConfigError if it is damaged."""
         import pyarrow as pa
 
         if not isinstance(self.source, Path):
@@ -491,11 +479,7 @@ def may_write(folder: Path) -> bool:
 
 
 def save_part(path: Path, data: bytes, newer_than: Iterable[Path] = ()) -> None:
-    """Write a part, complete or not at all, and newer than these count files, whatever the clock says.
-
-    Raises:
-        SystemFault: it cannot be written.
-    """
+    """Write a part, complete or not at all, and newer than these count files, whatever the clock says."""
 
     def write(file: IO[bytes]) -> None:
         file.write(data)

@@ -52,12 +52,9 @@ ENGINES = ("local", "ray")
 
 
 def make_engine(name: str, num_workers: int | None = None, ray_address: str | None = None) -> Engine:
-    """Return the engine ``name`` ("local" or "ray").
+    """Return the engine ``name``, one of :data:`ENGINES`.
 
-    Args:
-        name: one of :data:`ENGINES`.
-        num_workers: tasks that run at the same time; None for all cores, or for what the cluster has.
-        ray_address: an existing Ray cluster; None for that of ``RAY_ADDRESS``, else one on this machine.
+    ``num_workers`` of None is all cores, or what the cluster has; ``ray_address`` as in :class:`RayEngine`.
     """
     if name == "local":
         if ray_address is not None:
@@ -135,8 +132,7 @@ def _wait_for_result(ray: Any, references: list[Any], silence: float) -> Any:
     """Wait for a result; report after ``silence`` seconds, and less and less often, if no CPU is free."""
     waited = 0.0
     while True:
-        ready, _ = ray.wait(references, num_returns=1, timeout=silence)
-        if ready:
+        if ready := ray.wait(references, num_returns=1, timeout=silence)[0]:
             return ready[0]
         waited, silence = waited + silence, 2 * silence
         if _free_cpus(ray) < 1:
@@ -239,14 +235,12 @@ class RankEngine:
     def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
         """See :meth:`packhorse.utils.pool.Engine.run`; ``work`` is a ``PartCounter``.
 
-        Raises:
-            SystemFault: another rank has died. The results that arrived before were yielded.
+        If another rank dies, the results that have arrived are yielded before a SystemFault is raised.
         """
         from packhorse.distributed import Watch
 
         run, self._runs = self._runs, self._runs + 1
-        message = result_message((getattr(work, "settings", None), list(tasks)))
-        self.rendezvous.send(f"tasks/{run}", message)
+        self.rendezvous.send(f"tasks/{run}", result_message((getattr(work, "settings", None), list(tasks))))
         size = self.ranks.world.size
         own = range(0, len(tasks), size)
         expected, received, watch = len(tasks) - len(own), 0, Watch()
@@ -266,11 +260,7 @@ class RankEngine:
                 time.sleep(_POLL_INTERVAL)
 
     def serve(self, work: PartCounter) -> None:
-        """Count this rank's share of each run of rank 0, until rank 0 reaches the next rendezvous.
-
-        Raises:
-            ConfigError: this rank's processor differs from rank 0's.
-        """
+        """Count this rank's share of each run of rank 0, until rank 0 reaches the next rendezvous."""
         world = self.ranks.world
         while self.rendezvous.wait_for(f"tasks/{self._runs}", rank=0):
             run, self._runs = self._runs, self._runs + 1
@@ -289,8 +279,7 @@ class RankEngine:
                         return  # another rank has failed: the next rendezvous raises its error
 
     def _receive(self, run: int, index: int) -> tuple[int, Any]:
-        message = self.rendezvous.receive(f"results/{run}/{index}", remove=True)
-        position, result = read_message(message)
+        position, result = read_message(self.rendezvous.receive(f"results/{run}/{index}", remove=True))
         return position, result
 
     def _check_others(self, watch: Watch) -> None:

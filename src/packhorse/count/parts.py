@@ -84,15 +84,10 @@ def map_parts(
     engine: Engine | None,
     progress: OnProgress,
 ) -> Generator[tuple[int, PartTask, R]]:
-    """Apply ``work`` to parts of row files; yield (index of the file, part, result) as results arrive.
+    """Apply ``work`` to the parts of each file; yield (index of the file, part, result) as results arrive.
 
-    Iterate inside ``contextlib.closing``, so that an error ends the engine's processes at once.
-
-    Args:
-        files: the parts of each file.
-        work: picklable, unless the engine runs in this process.
-        engine: where to run (see :mod:`packhorse.count.engines`); None for this process.
-        progress: called with the number of finished rows.
+    Iterate inside ``contextlib.closing``, so that an error ends the engine's processes at once. Without an
+    engine, ``work`` runs in this process; else it has to be picklable.
     """
     tasks = [(index, task) for index, parts in enumerate(files) for task in parts]
     total, done = sum(task.stop - task.first for _, task in tasks), 0
@@ -176,15 +171,8 @@ class PartResult:
 class PartCounter:
     """Count the rows of a :class:`PartTask`; runs in the processes of an engine.
 
-    Args:
-        processor: a processor, or the path of one, which each process opens once.
-        trust_remote_code: run code that comes with the processor.
-
-    Attributes:
-        settings: what the starting process counts with; a process that finds others raises.
-
-    Raises:
-        ConfigError: the processor cannot be opened, or has no chat template.
+    Each process opens a processor that is given by its path once, and raises if it finds other ``settings``
+    there than the starting process.
     """
 
     def __init__(self, processor: Any, trust_remote_code: bool = False) -> None:
@@ -203,11 +191,7 @@ class PartCounter:
 
     @property
     def counter(self) -> TokenCounter:
-        """The counter of this process.
-
-        Raises:
-            ConfigError: it would count with other settings.
-        """
+        """The counter of this process; raises ConfigError if it would count with other settings."""
         if self._counter is None:
             self._counter = make_counter(self.processor, self.trust_remote_code)
             if isinstance(self.processor, str) and counter_settings(self._counter) != self.settings:
@@ -222,11 +206,7 @@ class PartCounter:
 
 
 def make_counter(processor: Any, trust_remote_code: bool = False) -> TokenCounter:
-    """Return the counter for a processor, or for the processor at a path.
-
-    Raises:
-        ConfigError: it has no chat template, so it cannot render a conversation.
-    """
+    """Return the counter for a processor, or for that at a path; raise if it cannot render a conversation."""
     from packhorse.count.token_counter import TokenCounter
 
     if isinstance(processor, str):

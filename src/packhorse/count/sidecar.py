@@ -2,11 +2,8 @@
 
 A sidecar is an uncompressed Arrow IPC file with one row for each row of its data file and one record batch
 for each part of it. It lies next to the data file (``train.jsonl.<key>.phcount``), or in the cache if that
-folder cannot be written. The key in its name is made of the state of the data file, the tokenizer, the chat
-template, the processor's settings, the dataset's rules and the counter's version, so a sidecar of another
-state is not found. Its bytes depend on the data and on these settings only, not on when or where it was made.
-
-Opening a sidecar verifies all of it, as Arrow trusts what a file says about itself.
+folder cannot be written. Its key and its bytes depend on the data file and on all settings that determine a
+count, not on when or where it was made. Opening it verifies all of it, as Arrow trusts what a file says.
 """
 
 from __future__ import annotations
@@ -46,14 +43,7 @@ SUFFIX = ".phcount"
 CHECK = b"check"
 """Metadata key of the digest of the counts in the file of a single part."""
 
-_ABOUT = {
-    "rows": int,
-    "part_rows": int,
-    "parts": list,
-    "checks": list,
-    "settings": dict,
-    "settings_key": str,
-}
+_ABOUT = {"rows": int, "part_rows": int, "parts": list, "checks": list, "settings": dict, "settings_key": str}
 _KEY_DIGITS = 12
 
 
@@ -146,12 +136,7 @@ def open_sidecar(path: Path) -> Sidecar | None:
 
 
 def open_batches(path: str) -> pa.RecordBatchFileReader:
-    """Open an Arrow file, memory-mapped; nothing in it is verified yet.
-
-    Raises:
-        OSError: it cannot be read.
-        ConfigError: it is not an Arrow file, or damaged.
-    """
+    """Open an Arrow file, memory-mapped and not verified; raises OSError, or ConfigError if it is none."""
     import pyarrow as pa
 
     try:
@@ -169,11 +154,7 @@ def as_damage(error: Exception, path: str) -> Exception:
 
 
 def batch_digest(batch: pa.RecordBatch) -> str:
-    """Return a digest of the values in a record batch, which does not depend on Arrow's layout.
-
-    Raises:
-        ValueError: these are not the columns of a count file, or one of them is invalid.
-    """
+    """Return a digest of the values in a record batch, whatever Arrow's layout; raise if one is invalid."""
     if not batch.schema.equals(count_schema()):
         raise ValueError("its columns are not those of a count file")
     batch.validate(full=True)
@@ -276,12 +257,7 @@ class Settings:
 
     @classmethod
     def of(cls, counter: Mapping[str, Any], config: DatasetConfig) -> Settings:
-        """Return the settings of one dataset; its name and share do not matter.
-
-        Args:
-            counter: its :func:`counter_settings`.
-            config: the dataset, with paths as the meta file has them.
-        """
+        """Return the settings of a dataset (with paths as in the meta file); name and share do not matter."""
         settings = cls._with_media_dir(counter, config, _relative_media_dir(config))
         if config.rules.media_dir is not None:
             return settings
@@ -429,11 +405,7 @@ def _count_files(prefixes: Sequence[Path]) -> Iterator[Path]:
 
 
 def sidecar_locations(dataset: MetaDataset, processor: Any) -> list[SidecarLocation]:
-    """Return where the sidecars of a mixture's files lie, one for each source.
-
-    Raises:
-        ConfigError: there is no processor at that path.
-    """
+    """Return where the sidecars of a mixture's files lie, one for each source."""
     from packhorse.count.token_counter import TokenCounter
     from packhorse.families import Encoder
     from packhorse.families.models import as_processor

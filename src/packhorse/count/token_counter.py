@@ -2,11 +2,8 @@
 
 It counts what the processor would produce: the rendered chat template, with every media item written out from
 the size in its header. If the tokenizer splits texts by a known pattern, the rendered text is cut at special
-tokens and words, and the lengths of known words are looked up; otherwise it is tokenized as a whole. Both
-give the same numbers, and those of the processor.
-
-A conversation of 240 words takes about 0.3 milliseconds if its words are known, more than a millisecond if it
-is tokenized; in addition, the header of each media item is read.
+tokens and words, and the lengths of known words are looked up (0.3 ms for 240 words); otherwise it is
+tokenized as a whole (over 1 ms). Both give the numbers of the processor.
 """
 
 from __future__ import annotations
@@ -91,12 +88,8 @@ class TokenLengths:
                 except KeyError:
                     unknown.append((number, first, words))
         if unknown:
-            starts: set[str] = set()
-            others: set[str] = set()
-            for _, first, words in unknown:
-                starts.add(first)
-                others.update(words)
-            long_starts = self._learn(starts, at_start, "")
+            others: set[str] = set().union(*(words for _, _, words in unknown))
+            long_starts = self._learn({first for _, first, _ in unknown}, at_start, "")
             long_others = self._learn(others, self._after_space, " ")
             for number, first, words in unknown:
                 lengths[number] += at_start[first] + sum(map(after, words))
@@ -150,8 +143,7 @@ def _split_lines(text: str) -> list[str]:
 def _split_words(line: str) -> tuple[str, list[str]]:
     """Return the first word, and the words after a space, without that space."""
     if _TWO_SPACES.search(line):
-        words = _WORD_STARTS.split(line)
-        first = words.pop(0)
+        first, *words = _WORD_STARTS.split(line)
         return first, [word[1:] for word in words]
     words = line.split(" ")
     return words.pop(0), words
@@ -344,9 +336,8 @@ class TokenCounter:
     ) -> _SplitText | None:
         """Split a rendered text at special tokens, media and the edges of supervised spans.
 
-        Returns:
-            None if that cannot be done with certainty: a message or a field next to its content may contain
-            a special token, or supervision changes within a word.
+        None if that is uncertain: a message or a field next to its content may contain a special token, or
+        supervision changes within a word.
         """
         encoder, pattern = self.encoder, self._special_or_placeholder
         if self._lengths is None or any(m.extras or pattern.search(m.text) for m in conversation.messages):
@@ -387,11 +378,7 @@ class TokenCounter:
         return result
 
     def _tokenize(
-        self,
-        conversation: Conversation,
-        text: str,
-        spans: Sequence[Span],
-        media: tuple[MediaItemCount, ...],
+        self, conversation: Conversation, text: str, spans: Sequence[Span], media: tuple[MediaItemCount, ...]
     ) -> Counted:
         """Tokenize and label a rendered text as encoding does, without repeated media tokens."""
         encoder, content = self.encoder, self.encoder.media_token_ids
@@ -412,8 +399,7 @@ class TokenCounter:
         encoder = self.encoder
         with naming(key):
             sizes = tuple((ref.kind, encoder.size_of(ref)) for ref in refs)
-        known = self._media_of_sizes.get(sizes)
-        if known is None:
+        if (known := self._media_of_sizes.get(sizes)) is None:
             images = sum(kind == "image" for kind, _ in sizes)
             with processor_errors(key):
                 counts = tuple(
@@ -501,11 +487,7 @@ def _tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _describe(processor: Any) -> Mapping[str, Any]:
-    """Return the settings of a processor, or of its parts.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Return the settings of a processor, or of its parts; raise if it has none."""
     if hasattr(processor, "to_dict"):
         settings: dict[str, Any] = processor.to_dict()
         return settings

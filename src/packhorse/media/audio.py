@@ -2,8 +2,7 @@
 
 libsndfile decodes WAV, FLAC, OGG, MP3 and the like; PyAV decodes the formats it cannot read (AAC in ``.m4a``,
 the audio track of a video) and files whose header has no length. Needs ``pip install 'packhorse[audio]'``,
-for PyAV ``[video]``; an array needs soxr only to change its rate. Ten seconds take about a
-millisecond.
+for PyAV ``[video]``; an array needs soxr only to change its rate. Ten seconds take about a millisecond.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def load_audio(
     Raises:
         BadSample: ``missing_media``, ``broken_media`` or ``media_too_large``.
     """
-    pair = _as_pair(source)
-    if pair is not None:
+    if (pair := _as_pair(source)) is not None:
         mono, rate = _mono_array(*pair, source)
     elif hasattr(source, "get_all_samples"):
         mono, rate = _decode_with_decoder(source)
@@ -64,8 +62,7 @@ def load_audio(
     if sampling_rate is not None and sampling_rate != rate:
         # The rate in a damaged header can be 1.
         check_samples(len(mono) * sampling_rate // rate, max_bytes, source)
-        mono = require("soxr", "audio").resample(mono, rate, sampling_rate)
-        rate = sampling_rate
+        mono, rate = require("soxr", "audio").resample(mono, rate, sampling_rate), sampling_rate
     if mono.size == 0:
         raise _no_samples(source)
     return np.ascontiguousarray(mono, dtype=np.float32), rate
@@ -83,8 +80,7 @@ def audio_info(source: object) -> tuple[int, int]:
     Costs the header, and one read of the file if that has no length (raw AAC, a FLAC file written to a pipe,
     an MP3 file without the encoder's header).
     """
-    pair = _as_pair(source)
-    if pair is not None:
+    if (pair := _as_pair(source)) is not None:
         mono, rate = _mono_array(*pair, source)
         count = len(mono)
     elif hasattr(source, "get_all_samples"):
@@ -151,8 +147,7 @@ def _decode_with_decoder(source: Any) -> tuple[np.ndarray, int]:
 
 def _decoder_info(source: object) -> tuple[int, int]:
     metadata = getattr(source, "metadata", None)
-    seconds = getattr(metadata, "duration_seconds", None)
-    rate = getattr(metadata, "sample_rate", None)
+    seconds, rate = (getattr(metadata, name, None) for name in ("duration_seconds", "sample_rate"))
     if seconds is None or rate is None:
         mono, rate = _decode_with_decoder(source)
         return len(mono), rate

@@ -173,11 +173,7 @@ class VideoFile:
         return float(_pts(self.packets[number]) * self.stream.time_base)
 
     def info(self, *, exact: bool = False) -> VideoInfo:
-        """Return size, number of frames, rate and duration.
-
-        Args:
-            exact: count the frames in the file even if the header has their number.
-        """
+        """Return the header; if ``exact``, with the number of frames in the file and not in the header."""
         total = self.expected_frames if self.expected_frames and not exact else len(self.packets)
         height, width = self.stream.codec_context.height, self.stream.codec_context.width
         if self.turns % 2:
@@ -203,11 +199,7 @@ class VideoFile:
     def decode(self, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (frame number, RGB pixels) for each wanted frame, in any order, perhaps twice.
 
-        Args:
-            wanted: ascending frame numbers without duplicates, all below the number of packets.
-
-        Raises:
-            BadSample: ``broken_media`` if one of them cannot be decoded.
+        ``wanted`` are ascending frame numbers without duplicates, all below the number of packets.
         """
         failure: Exception | None = None
         for method in self._methods(wanted):
@@ -227,16 +219,14 @@ class VideoFile:
     def _methods(self, wanted: Sequence[int]) -> Iterator[Iterator[tuple[int, Any]]]:
         # The later ones are for files whose packets and frames have different times, or that cannot seek.
         if self.timed:
-            starts = self._seek_plan(wanted)
-            if starts:
+            if starts := self._seek_plan(wanted):
                 yield self._by_seeking(starts)
             yield self._from_start(timed=True)
         yield self._from_start(timed=False)
 
     def _from_start(self, *, timed: bool) -> Iterator[tuple[int, Any]]:
         self._open()
-        packets = packets_of(self.container, self.stream)
-        frames = chain.from_iterable(packet.decode() for packet in packets)
+        frames = chain.from_iterable(packet.decode() for packet in packets_of(self.container, self.stream))
         for count, frame in enumerate(frames):
             yield (self._numbers.get(frame.pts, -1) if timed else count), frame
 

@@ -69,13 +69,9 @@ def read_error(error: BaseException, detail: str, reason: Reason = "broken_media
 
 
 def check_bytes(needed: int, max_bytes: int | None, what: str, advice: str) -> None:
-    """Raise ``media_too_large`` if a decoded media item needs more than ``max_bytes``.
+    """Raise ``media_too_large`` if a decoded media item needs more than ``max_bytes`` (None: no limit).
 
-    Args:
-        needed: bytes of the decoded media item.
-        max_bytes: the limit; None for no limit.
-        what: the media item and its size, for the message.
-        advice: how to make it smaller.
+    The message has ``what``, the media item and its size, and ``advice``, how to make it smaller.
     """
     if max_bytes is not None and needed > max_bytes:
         raise bad_media(

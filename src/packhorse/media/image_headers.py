@@ -22,7 +22,7 @@ File = int | BinaryIO
 _WINDOW = 1024
 # Without O_NONBLOCK, opening a FIFO could block forever.
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-_GIF_EXTENSION, _GIF_IMAGE, _GIF_CONTROL, _GIF_COMMENT, _GIF_APPLICATION = 0x21, 0x2C, 0xF9, 0xFE, 0xFF
+_GIF_EXTENSION, _GIF_IMAGE, _GIF_CONTROL, _GIF_APPLICATION = 0x21, 0x2C, 0xF9, 0xFF
 _JPEG_DQT, _JPEG_SOS, _JPEG_FILL = 0xFFDB, 0xFFDA, 0xFFFF
 _JPEG_FRAMES = frozenset(range(0xFFC0, 0xFFD0)) - {0xFFC4, 0xFFC8, 0xFFCC}
 # Segments with contents that PIL reads: EXIF, colour profile or several images, Photoshop's resources.
@@ -226,9 +226,7 @@ def _whole_tables(head: bytes, at: int, end: int) -> bool:
 def _exif_orientation(exif: bytes, total: int) -> int | None:
     """Return the orientation in EXIF data, 0 if they have none, None if PIL has to read them.
 
-    Args:
-        exif: the part of the data that is in the window.
-        total: the number of bytes of all data.
+    ``exif`` is the part of the data that is in the window, of ``total`` bytes.
     """
     order = ">" if exif.startswith(b"MM\0*") else "<"
     if order == "<" and not exif.startswith(b"II*\0"):

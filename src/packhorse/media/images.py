@@ -258,11 +258,7 @@ MAX_ASPECT_RATIO = 200
 
 
 def resize_image(
-    height: int,
-    width: int,
-    factor: int = 28,
-    min_pixels: int = 56 * 56,
-    max_pixels: int = 14 * 14 * 4 * 1280,
+    height: int, width: int, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 14 * 14 * 4 * 1280
 ) -> tuple[int, int]:
     """Return (height, width) of an image after resizing.
 

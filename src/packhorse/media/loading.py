@@ -59,8 +59,7 @@ def load_media(
         return load_image(ref.source, exif=exif, max_pixels=max_pixels)
     if ref.kind == "audio":
         return load_audio(_audio_source(ref), sampling_rate=sampling_rate, max_bytes=max_bytes)
-    metadata = preloaded_metadata(ref)
-    if metadata is not None:
+    if (metadata := preloaded_metadata(ref)) is not None:
         loaded = load_video(ref.source, max_pixels=max_pixels, max_bytes=max_bytes)
         return VideoFrames(loaded.frames, metadata)
     sampling_of(ref, sampling)  # an invalid option is the row's fault, not the caller's
@@ -87,8 +86,7 @@ def media_size(
         return image_size(ref.source, exif=exif, max_pixels=max_pixels)
     if ref.kind == "audio":
         return audio_info(_audio_source(ref))
-    metadata = preloaded_metadata(ref)
-    if metadata is not None:
+    if (metadata := preloaded_metadata(ref)) is not None:
         return VideoInfo(
             metadata.total_num_frames, metadata.height, metadata.width, metadata.fps, metadata.duration
         )

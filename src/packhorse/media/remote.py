@@ -73,11 +73,8 @@ def call_store(
 ) -> T:
     """Call a driver for ``url``; retry if the failure may pass.
 
-    Args:
-        url: an address of fsspec.
-        call: the call.
-        invalid_address: errors which mean that the address is invalid.
-        reaches_host: whether a success shows that the host answers.
+    ``invalid_address`` are errors which mean that the address is invalid; ``reaches_host`` states whether a
+    success shows that the host answers.
 
     Raises:
         RemoteError: (an ``OSError``) the address cannot be reached, or nothing is there.
@@ -109,14 +106,8 @@ def call_store(
 def open_address(url: str, block_size: int | None = None) -> tuple[BinaryIO, int]:
     """Return a file to read, and its size; raises like :func:`call_store`.
 
-    A file that the server sends as a stream (no length, no ranges) is read into memory.
-
-    Args:
-        url: an address of fsspec.
-        block_size: how much fsspec fetches at once, if the default (megabytes) is too much.
-
-    Raises:
-        BadSample: a stream is too long.
+    A file that the server sends as a stream (no length, no ranges) is read into memory, up to a limit.
+    ``block_size`` is how much fsspec fetches at once, if the default (megabytes) is too much.
     """
     system, path = find_store(url)
     options = {} if block_size is None else {"block_size": block_size}

@@ -207,10 +207,8 @@ def _indices_of_processor(info: VideoInfo, sampling: VideoSampling) -> np.ndarra
     owner = sampling.video_processor
     if owner is None:
         return None
-    if not getattr(owner, "do_sample_frames", False) and sampling.fps is None and sampling.num_frames is None:
-        taken: np.ndarray | None = np.arange(info.total_frames)
-    else:
-        taken = _call_sample_frames(info, sampling)
+    samples = getattr(owner, "do_sample_frames", False) or (sampling.fps, sampling.num_frames) != (None, None)
+    taken = _call_sample_frames(info, sampling) if samples else np.arange(info.total_frames)
     if taken is None:
         return None
     # Not every processor has these two settings; a row may set them all the same.

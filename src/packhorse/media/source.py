@@ -8,10 +8,9 @@ A source is one of
 - encoded bytes (``bytes``, ``bytearray``, ``memoryview``),
 - a Hugging Face style dict ``{"bytes": … or None, "path": … or None}``; the bytes win if both are given.
 
-Opening a local file costs one ``stat`` and one ``open``; nothing is read ahead. A missing source raises
-:class:`~packhorse.errors.BadSample` with reason ``missing_media``, an empty one ``broken_media``, one without
-permission or answer ``unreachable_media``; a fault of the machine (no file handles left, a broken disk or
-mount) raises :class:`~packhorse.errors.SystemFault`.
+A missing source raises :class:`~packhorse.errors.BadSample` with reason ``missing_media``, an empty one
+``broken_media``, one without permission or answer ``unreachable_media``; a fault of the machine (no file
+handles left, a broken disk or mount) raises :class:`~packhorse.errors.SystemFault`.
 """
 
 from __future__ import annotations
@@ -328,8 +327,7 @@ def _is_path_inside(path: str, root: str) -> bool:
         with os.scandir(real) as entries:
             return all(is_inside(os.path.realpath(entry.path)) for entry in entries if entry.is_symlink())
     except (OSError, ValueError) as error:
-        fault = machine_fault(error, f"{describe(path)} cannot be checked ({error})")
-        if fault is not None:
+        if (fault := machine_fault(error, f"{describe(path)} cannot be checked ({error})")) is not None:
             raise fault from error
         # A name that cannot be a path, or a folder that cannot be listed, proves nothing.
         return False

@@ -28,8 +28,6 @@ from packhorse.media.sampling import VideoInfo, VideoSampling, sample_frame_indi
 from packhorse.media.source import Address, describe, local_path, locate, read_bytes
 
 _IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-
-
 _DECORD_CONTAINERS = {"mp4", "matroska", "avi"}
 _SAME_TIME = 1e-4  # seconds; far below the duration of a frame
 
@@ -104,9 +102,8 @@ def _decode_with_decord(video: VideoFile, source: object, wanted: Sequence[int])
         raise _not_supported(video, f"{detail}, this is {video.container.format.name}")
     path = local_path(source)
     try:
-        reader = decord.VideoReader(
-            io.BytesIO(read_bytes(source)) if path is None else path, ctx=decord.cpu(0)
-        )
+        file = io.BytesIO(read_bytes(source)) if path is None else path
+        reader = decord.VideoReader(file, ctx=decord.cpu(0))
         if len(reader) != len(video.packets):
             raise _other_count(video, "decord", len(reader))
         if video.has_open_groups:
@@ -230,8 +227,7 @@ def probe_video(
     Raises:
         BadSample: ``missing_media``, ``broken_media``, ``media_too_large``.
     """
-    frames = _as_frames(source)
-    if frames is not None:
+    if (frames := _as_frames(source)) is not None:
         return _frames_info(frames, fps, max_pixels)
     with open_video(source) as video:
         info = video.info()
@@ -279,8 +275,7 @@ def load_video(
         fps=fps, min_frames=min_frames, max_frames=max_frames, num_frames=num_frames
     )
     name = describe(source)
-    frames = _as_frames(source)
-    if frames is not None:
+    if (frames := _as_frames(source)) is not None:
         info = _frames_info(frames, fps, max_pixels)
         indices = frame_positions(info, sampling, frame_indices, name, max_bytes)
         decoded = _read_frames(frames, np.unique(indices).tolist(), info, max_pixels)
@@ -339,13 +334,8 @@ def _gather_frames(
                 f"{info.width} x {info.height} as in the header"
             )
         frames[indices == number] = pixels
+    positions = tuple(indices.tolist())
     metadata = VideoMetadata(
-        total_num_frames=info.total_frames,
-        fps=info.fps,
-        width=info.width,
-        height=info.height,
-        duration=info.duration,
-        video_backend=backend_name,
-        frames_indices=tuple(indices.tolist()),
+        info.total_frames, info.fps, info.width, info.height, info.duration, backend_name, positions
     )
     return VideoFrames(frames, metadata)

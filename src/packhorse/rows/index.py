@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from logging import getLogger
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -34,7 +35,6 @@ _LONG_LINE = 200  # bytes, above which searching for each newline is faster than
 _NEWLINE, _RETURN, _SPACE, _QUOTE, _BACKSLASH = b'\n\r "\\'
 _BOM = b"\xef\xbb\xbf"
 _AHEAD = 4  # bytes read beyond a chunk: a line may start right after it, or after a byte-order mark
-
 
 LineObserver = Callable[[memoryview, int, list[int]], None]
 """Called with each piece of a file while it is scanned: its bytes, its offset, the starts of lines in it."""
@@ -157,9 +157,6 @@ def scan_array(fd: int, size: int, name: str, chunk: int = CHUNK) -> Iterator[Of
     """Yield the offsets of the elements of the file's JSON array, then the offset of its ``]``.
 
     Reads only the structure (quotes, escapes, brackets, commas); elements are validated when they are parsed.
-
-    Raises:
-        ConfigError: the file is not one whole array.
     """
     state = _ArrayState(name)
     for data, offset, got in _chunks(fd, size, name, chunk):
@@ -357,14 +354,10 @@ class RowIndex:
 def open_index(
     path: str, layout: Layout, index_dir: str | None = None, observer: LineObserver | None = None
 ) -> tuple[RowIndex, Fingerprint]:
-    """Return the index of the rows of ``path``, and the state of the file that it is valid for.
+    """Return the index of the rows of a local file, and the state of the file that it is valid for.
 
-    Args:
-        path: a local file.
-        layout: ``"lines"`` for JSONL, ``"array"`` for a JSON array.
-        index_dir: keep the index in this folder only.
-        observer: called with the lines if the file has to be scanned; again from the beginning if the index
-            could not be saved.
+    The index is kept in ``index_dir`` only, if given. ``observer`` is called with the lines if the file has
+    to be scanned; again from the beginning if the index could not be saved.
     """
     fingerprint = Fingerprint.of(path)
     if fingerprint.size < KEEP_FROM_BYTES:
@@ -404,8 +397,7 @@ def _build_and_save(
             # Read-only folder, no space left, …: try the next folder, then memory.
             logger.info("cannot keep the index of %s at %s (%s)", path, target, error)
             continue
-        index = _load(target, layout, fingerprint)
-        if index is not None:
+        if (index := _load(target, layout, fingerprint)) is not None:
             return index
     logger.warning("no folder to keep the index of %s in: holding it in memory", path)
     return _scan(path, layout, fingerprint, observer)
@@ -413,24 +405,20 @@ def _build_and_save(
 
 def _scan(path: str, layout: Layout, fingerprint: Fingerprint, observer: LineObserver | None) -> RowIndex:
     empty_lines = EmptyLines()
-    offsets = np.concatenate(list(_pieces(path, layout, fingerprint, observer, empty_lines)))
+    offsets = np.concatenate(list(_pieces(path, layout, fingerprint.size, observer, empty_lines)))
     return RowIndex(offsets, every_line=layout == "lines" and not empty_lines.before_rows)
 
 
 def _pieces(
-    path: str,
-    layout: Layout,
-    fingerprint: Fingerprint,
-    observer: LineObserver | None,
-    empty_lines: EmptyLines,
+    path: str, layout: Layout, size: int, observer: LineObserver | None, empty_lines: EmptyLines
 ) -> Iterator[Offsets]:
     fd = os.open(path, os.O_RDONLY)
     try:
         if layout == "array":
-            yield from scan_array(fd, fingerprint.size, path)
+            yield from scan_array(fd, size, path)
         else:
             chunk = CHUNK if observer is None else _OBSERVED_CHUNK
-            yield from scan_lines(fd, fingerprint.size, path, chunk, observer, empty_lines)
+            yield from scan_lines(fd, size, path, chunk, observer, empty_lines)
     finally:
         os.close(fd)
 
@@ -441,7 +429,7 @@ def _write(
     file.write(b" " * _HEADER_BYTES)
     count = crc = 0
     empty_lines = EmptyLines()
-    for piece in _pieces(path, layout, fingerprint, observer, empty_lines):
+    for piece in _pieces(path, layout, fingerprint.size, observer, empty_lines):
         data = piece.astype("<i8").tobytes()
         file.write(data)
         count += len(piece)
@@ -453,13 +441,7 @@ def _write(
 
 
 def _header(layout: Layout, fingerprint: Fingerprint) -> dict[str, Any]:
-    return {
-        "format": _FORMAT,
-        "layout": layout,
-        "size": fingerprint.size,
-        "mtime_ns": fingerprint.mtime_ns,
-        "edges": fingerprint.edges,
-    }
+    return {"format": _FORMAT, "layout": layout, **asdict(fingerprint)}
 
 
 def _load(path: Path, layout: Layout, fingerprint: Fingerprint) -> RowIndex | None:
@@ -474,9 +456,9 @@ def _load(path: Path, layout: Layout, fingerprint: Fingerprint) -> RowIndex | No
     if not isinstance(header, dict) or any(header.get(name) != value for name, value in wanted.items()):
         return None
     count, every_line = header.get("offsets"), header.get("every_line")
-    if not isinstance(every_line, bool) or not isinstance(count, int):
+    if not (isinstance(every_line, bool) and isinstance(count, int) and count >= 1):
         return None
-    if count < 1 or length != _HEADER_BYTES + 8 * count:
+    if length != _HEADER_BYTES + 8 * count:
         return None
     offsets = np.memmap(path, dtype="<i8", mode="r", offset=_HEADER_BYTES, shape=(count,))
     index = RowIndex(offsets, every_line=every_line)

@@ -6,8 +6,7 @@ cache needs the space of the uncompressed table.
 
 Arrow trusts what a file says about itself, and a damaged offset crashes the process. So a copy whose columns
 or number of rows differ from what was written is rebuilt, and each batch of 256 rows is validated before its
-first row is read. That reads all texts of the batch (10 to 20 ms if each has 200 kB), but not the bytes of
-media. It finds invalid offsets, not changed letters.
+first row is read, which finds invalid offsets, not changed letters.
 """
 
 from __future__ import annotations
@@ -92,11 +91,7 @@ class ParquetRows(RowFile):
         self._validated = np.zeros(len(sizes), np.bool_)
 
     def _rebuild(self, path: Path, error: Exception) -> None:
-        """Replace the damaged copy.
-
-        Raises:
-            ConfigError: the new one is damaged as well, or the Parquet file has changed.
-        """
+        """Replace the damaged copy; raise if the new one is damaged too, or the Parquet file has changed."""
         import pyarrow
 
         is_empty = not path.exists() or not path.stat().st_size  # then it cannot be mapped
@@ -166,11 +161,10 @@ class ParquetRows(RowFile):
             # Taken, not sliced: a cast ignores the offset of a slice of nested values.
             pieces.append(batch.take(pyarrow.array(here)))
         schema = pyarrow.parquet.read_schema(self.path)
+        taken = pyarrow.Table.from_batches(pieces, self._reader.schema)
         columns = [
             column if column.type == field.type else column.cast(field.type)
-            for column, field in zip(
-                pyarrow.Table.from_batches(pieces, self._reader.schema), schema, strict=True
-            )
+            for column, field in zip(taken, schema, strict=True)
         ]
         return pyarrow.Table.from_arrays(columns, schema=schema)
 
@@ -191,12 +185,8 @@ def _plain(schema: Any) -> Any:
     """Return the schema without dictionary encoding: batches may have different dictionaries."""
     import pyarrow
 
-    return pyarrow.schema(
-        [
-            field.with_type(field.type.value_type) if pyarrow.types.is_dictionary(field.type) else field
-            for field in schema
-        ]
-    )
+    is_dictionary = pyarrow.types.is_dictionary
+    return pyarrow.schema([f.with_type(f.type.value_type) if is_dictionary(f.type) else f for f in schema])
 
 
 def _check(schema: Any, rows: int) -> bytes:

@@ -101,7 +101,9 @@ class RowSelection:
             raise ConfigError(f"sample_ratio={self.ratio}: expected a number from 0 upwards")
         if self.remainder not in ("drop", "keep"):
             raise ConfigError(f"remainder={self.remainder!r}: expected 'drop' or 'keep'")
-        object.__setattr__(self, "_drawn", _draw(self.total, self._draw_size()))
+        size = math.floor(self.total * self.ratio)
+        size = min(self.total, max(1, size)) if self.ratio < 1 else size - self._copied
+        object.__setattr__(self, "_drawn", _draw(self.total, size))
 
     def __getstate__(self) -> tuple[int, float, World, Remainder]:
         return self.total, self.ratio, self.world, self.remainder
@@ -111,11 +113,6 @@ class RowSelection:
         for name, value in zip(("total", "ratio", "world", "remainder"), state, strict=True):
             object.__setattr__(self, name, value)
         self.__post_init__()
-
-    def _draw_size(self) -> int:
-        if self.ratio < 1:
-            return min(self.total, max(1, math.floor(self.total * self.ratio)))
-        return math.floor(self.total * self.ratio) - self._copied
 
     @property
     def _copied(self) -> int:
