@@ -243,6 +243,8 @@ class PartStore:
 
     def tasks(self) -> list[PartTask]:
         """Return the missing parts."""
+        if not self.missing:  # of a file that is counted, the size of parts is unknown
+            return []
         return [task for number, task in enumerate(self._split()) if number in self.missing]
 
     def keep(self, task: PartTask, result: PartResult) -> None:
