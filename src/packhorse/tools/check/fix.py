@@ -59,11 +59,7 @@ class Fixed:
 
 
 def check_target(folder: str | os.PathLike[str]) -> Path:
-    """Return the folder for a cleaned copy.
-
-    Raises:
-        ConfigError: it is neither new nor empty.
-    """
+    """Return the folder for a cleaned copy; raise ``ConfigError`` if it is neither new nor empty."""
     target = Path(os.path.abspath(folder))
     try:
         with os.scandir(target) as entries:

@@ -137,11 +137,7 @@ class PackList:
 
 
 class Pages:
-    """The values of each page.
-
-    Args:
-        viewer: the plan and its rows.
-    """
+    """The values of each page."""
 
     def __init__(self, viewer: PlanViewer) -> None:
         self.viewer = viewer

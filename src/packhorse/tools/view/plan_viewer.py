@@ -165,11 +165,7 @@ class PlanViewer:
 
     @property
     def encoder(self) -> RowEncoder:
-        """The encoder that shows rows as the model sees them; the first use opens the processor.
-
-        Raises:
-            ConfigError: the processor is not available.
-        """
+        """The encoder that shows rows as the model sees them; the first use opens the processor."""
         with self._open_lock:
             if self._encoder is None:
                 opened, config = self._opened or open_request(self.saved.request), self.saved.request.config
@@ -180,8 +176,7 @@ class PlanViewer:
     def warm_up(self, delay: float = 2.0) -> None:
         """Open the processor in the background, so that the first pack does not wait for it.
 
-        Args:
-            delay: seconds to wait, so that the first page does not compete with imports.
+        ``delay`` in seconds, so that the first page does not compete with imports.
         """
 
         def open_encoder() -> None:
