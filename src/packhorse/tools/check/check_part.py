@@ -103,22 +103,13 @@ class PartChecker:
         no_media_dir: frozenset[str] = frozenset(),
     ) -> None:
         self.settings, self.processor, self.trust_remote_code = settings, processor, trust_remote_code
-        self.no_media_dir = no_media_dir
-        self._open()
-
-    def _open(self) -> None:
-        settings, self.encoding = self.settings, None
-        if self.processor is not None:
-            counter = make_counter(self.processor, self.trust_remote_code)
-            self.encoding = EncodingRules(counter, settings.max_length)
+        self.no_media_dir, self.encoding = no_media_dir, None
+        if processor is not None:
+            self.encoding = EncodingRules(make_counter(processor, trust_remote_code), settings.max_length)
         self.media = MediaChecker(settings.decode, settings.tiny, self.encoding is not None)
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self.settings, self.processor, self.trust_remote_code, self.no_media_dir
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.settings, self.processor, self.trust_remote_code, self.no_media_dir = state
-        self._open()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PartChecker, (self.settings, self.processor, self.trust_remote_code, self.no_media_dir)
 
     def __call__(self, task: PartTask) -> PartFindings:
         """Check the rows of one part."""

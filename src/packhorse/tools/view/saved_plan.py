@@ -1,11 +1,7 @@
 """The plan that a loader with the same settings uses, and the file it is saved in.
 
-:func:`make_plan` runs the loader's start-up, so it costs what opening a loader costs: milliseconds if the
-rows are counted, the time to count them if not.
-
-The file contains everything the viewer needs. In addition to the plan's key it stores, as JSON: the meta
-file, the processor and the settings (``made_from``), the report (``report``), and the errors of rows that
-could not be counted (``bad``, about 150 bytes per row). ``PackPlan.load`` reads it like any other plan file.
+:func:`make_plan` runs the loader's start-up and counts rows that are not counted yet. The file has all that
+the viewer needs, as JSON in the plan's key; ``PackPlan.load`` reads it like any other plan file.
 """
 
 from __future__ import annotations
