@@ -109,7 +109,7 @@ class PartChecker:
         self.media = MediaChecker(settings.decode, settings.tiny, self.encoding is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PartChecker, (self.settings, self.processor, self.trust_remote_code, self.no_media_dir)
+        return type(self), (self.settings, self.processor, self.trust_remote_code, self.no_media_dir)
 
     def __call__(self, task: PartTask) -> PartFindings:
         """Check the rows of one part."""

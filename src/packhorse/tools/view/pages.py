@@ -16,7 +16,7 @@ from packhorse.tools.view import plots
 from packhorse.tools.view.media_preview import MediaPreviews, describe_error
 from packhorse.tools.view.plan_report import bad_rows_warning
 from packhorse.tools.view.plan_viewer import PlanViewer, find_key, find_text
-from packhorse.tools.view.row_encoder import MediaItem, RowView
+from packhorse.tools.view.row_encoder import MediaItem, RowEncoder, RowView
 from packhorse.types import MEDIA_KINDS, MediaMask
 
 Integers = npt.NDArray[np.int64]
@@ -147,7 +147,12 @@ class Pages:
     @cached_property
     def previews(self) -> MediaPreviews:
         """The media of the rows."""
-        return MediaPreviews(self.viewer.encoder)
+        return MediaPreviews(self.encoder)
+
+    @property
+    def encoder(self) -> RowEncoder:
+        """See :attr:`PlanViewer.encoder`."""
+        return self.viewer.encoder
 
     # One method for each page.
 
@@ -208,7 +213,7 @@ class Pages:
             "placeholders": self._placeholders(number, starts[-1], len(rows)),
             "strip": plots.strip(strip, size, f"{len(rows)} documents in {size:,} tokens"),
             "mask": plots.mask(lengths, bidirectional, size, "Attention mask: a document sees only itself"),
-            "encoder": self.viewer.encoder,
+            "encoder": self.encoder,
         }
 
     def row(self, index: int) -> Values:
@@ -226,7 +231,7 @@ class Pages:
             "raw": raw[:_MAX_RAW],
             "raw_cut": len(raw) - _MAX_RAW,
             "tokens": document["row"].tokens[:_MAX_TOKENS],
-            "encoder": self.viewer.encoder,
+            "encoder": self.encoder,
         }
 
     def problems(self, params: Mapping[str, str]) -> Values:
@@ -274,7 +279,7 @@ class Pages:
         missing = MediaMask(int(np.bitwise_or.reduce(plan.media_masks)) & ~int(plan.media_masks[pack]))
         return [
             {"number": number, "kind": kind, "row": row, "start": start, "media_item_of_run": {}}
-            for number, (kind, row) in enumerate(self.viewer.encoder.placeholders(missing), documents + 1)
+            for number, (kind, row) in enumerate(self.encoder.placeholders(missing), documents + 1)
         ]
 
     def _document(self, index: int, number: int) -> Values:
@@ -292,7 +297,7 @@ class Pages:
         }
 
     def _view_row(self, index: int) -> RowView:
-        row = self.viewer.encoder.view(index)
+        row = self.encoder.view(index)
         drops = list(row.drops)
         if row.error is not None and self.viewer.plan_drop(index) is None:
             key, dataset = self.viewer.key(index), self.viewer.dataset_name(index)

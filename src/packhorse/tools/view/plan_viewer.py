@@ -165,7 +165,11 @@ class PlanViewer:
 
     @property
     def encoder(self) -> RowEncoder:
-        """The encoder that shows rows as the model sees them; the first use opens the processor."""
+        """The encoder that shows rows as the model sees them; the first use opens the processor.
+
+        Raises:
+            ConfigError: the processor is not available.
+        """
         with self._open_lock:
             if self._encoder is None:
                 opened, config = self._opened or open_request(self.saved.request), self.saved.request.config
