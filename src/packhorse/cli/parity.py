@@ -100,11 +100,7 @@ def parity(
 def _compare(
     model: Any, processor: Any, chosen: Chosen, requested: Sequence[str] | None, rows: int
 ) -> tuple[list[ParityReport], list[tuple[str, ConfigError]]]:
-    """Return the reports, and the backends that are not available here.
-
-    Raises:
-        ConfigError: a requested backend is not available, or none is.
-    """
+    """Return the reports and the unavailable backends; raise if a requested one or all are unavailable."""
     from packhorse.errors import ConfigError
     from packhorse.tools.parity import check_parity
 
@@ -144,17 +140,9 @@ class Chosen:
 def choose_samples(
     meta: str, names: Sequence[str] | None, count: int, processor: Any, progress: OnProgress | None = None
 ) -> Chosen:
-    """Encode rows that are spread evenly over the data; skip and list those that cannot be encoded.
+    """Encode ``count`` rows that are spread evenly over the data; skip and list those that cannot be encoded.
 
-    Args:
-        meta: the meta file.
-        names: only these datasets.
-        count: how many samples.
-        processor: encodes them.
-        progress: called with the number of samples.
-
-    Raises:
-        ConfigError: fewer than two rows can be encoded.
+    Raises ``ConfigError`` if fewer than two rows can be encoded.
     """
     from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
     from packhorse.errors import ConfigError, data_errors
@@ -188,11 +176,7 @@ def choose_samples(
 
 
 def check_dtype(dtype: str, device: str) -> Any:
-    """Return the dtype of that name, if the device supports it.
-
-    Raises:
-        ConfigError: there is no such floating-point type, or no such device.
-    """
+    """Return the floating-point dtype of that name; raise if it or the device is not available."""
     import torch
 
     from packhorse.errors import ConfigError
@@ -211,9 +195,7 @@ def check_dtype(dtype: str, device: str) -> Any:
 def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_remote_code: bool) -> Any:
     """Load the model at a path or Hub name, or make one with random weights from its config.
 
-    Raises:
-        ConfigError: there is no such model, it cannot be trained on packed rows, or the dtype or the device
-            is not available.
+    Raises ``ConfigError`` if it cannot be opened or trained on packed rows, or dtype or device is invalid.
     """
     import torch
 

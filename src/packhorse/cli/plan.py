@@ -61,8 +61,7 @@ def plan(
         str, terminal.text("N[,N]…", "Tokens of a pack; several sizes are compared, without writing a plan.")
     ] = "8192",
     out: Annotated[
-        Path | None,
-        terminal.text("FILE", "Where to write the plan; default: META with the suffix .phplan."),
+        Path | None, terminal.text("FILE", "Where to write the plan; default: META with the suffix .phplan.")
     ] = None,
     max_patches: Annotated[int | None, terminal.number("Largest number of vision patches of a pack.")] = None,
     max_media: Annotated[int | None, terminal.number("Largest number of media items of a pack.")] = None,
@@ -148,11 +147,7 @@ def plan(
 
 
 def default_target(meta: str) -> Path:
-    """Return the path of a plan without ``--out``: next to the meta file.
-
-    Raises:
-        ConfigError: the meta file is not a local file.
-    """
+    """Return the path of a plan without ``--out``: next to the meta file, which must be a local file."""
     from packhorse.errors import ConfigError
     from packhorse.media.source import is_address
 
@@ -162,11 +157,7 @@ def default_target(meta: str) -> Path:
 
 
 def check_target(target: Path) -> None:
-    """Raise if a plan cannot be written there.
-
-    Raises:
-        ConfigError: it is a folder, or its parent does not exist or is not writable.
-    """
+    """Raise if a plan cannot be written there."""
     from packhorse.errors import ConfigError
 
     if target.is_dir():
@@ -181,11 +172,7 @@ def check_target(target: Path) -> None:
 
 
 def numbers_in(option: str, given: Sequence[str]) -> tuple[int, ...]:
-    """Return the numbers of ``--ranks 24 --ranks 48,96``, sorted and without duplicates.
-
-    Raises:
-        ConfigError: one of them is not an integer above 0.
-    """
+    """Return the numbers of ``--ranks 24 --ranks 48,96``, sorted and without duplicates."""
     from packhorse.errors import ConfigError
 
     words = [word.strip() for value in given for word in value.split(",")]

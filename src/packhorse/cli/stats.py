@@ -149,10 +149,9 @@ def short(number: int) -> str:
     """Return a number in few characters: 1,234, 56.7k, 8.9M, 1.2G."""
     if number < 10_000:
         return f"{number:,}"
-    for unit, name in ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k")):
-        if number >= unit:
-            return f"{number / unit:.1f}{name}"
-    return str(number)
+    units = ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k"))
+    size, name = next(unit for unit in units if number >= unit[0])
+    return f"{number / size:.1f}{name}"
 
 
 def _print_histograms(dataset: DatasetStats, estimated: bool, out: terminal.Output) -> None:
@@ -188,11 +187,7 @@ def bins_for(name: str, spread: Distribution) -> list[int]:
 def histogram_lines(spread: Distribution, edges: Sequence[int], width: int, blocks: bool = True) -> list[str]:
     """Draw a histogram as lines of at most ``width`` characters: bin, bar, number, share.
 
-    Args:
-        spread: the distribution.
-        edges: of the bins, ascending; all values are between the first and the last.
-        width: of the terminal.
-        blocks: draw with eighths of blocks; otherwise with ``#``.
+    All values are between the first and the last edge. Bars are eighths of blocks, or ``#``.
     """
     counts = spread.histogram(edges)
     most, total = max(counts, default=0), max(1, spread.n)

@@ -74,11 +74,7 @@ def new_table() -> Table:
 
 
 class Output:
-    """Stdout of a command.
-
-    Args:
-        width: columns if stdout is not a terminal.
-    """
+    """Stdout of a command, with ``width`` columns if it is not a terminal."""
 
     def __init__(self, width: int = 140) -> None:
         from rich.console import Console
@@ -105,15 +101,9 @@ class Output:
         styles: Sequence[str] = (),
         total: Sequence[Cell] | None = None,
     ) -> None:
-        """Print a table under its title.
+        """Print a table under its title, with the first ``text_columns`` left-aligned.
 
-        Args:
-            title: printed above.
-            columns: their names; only long names of datasets are wrapped.
-            rows: their cells; integers get separators.
-            text_columns: the number of left-aligned columns; the others are right-aligned.
-            styles: of the rows.
-            total: a last row, after a separator.
+        Integers get separators, only long names of datasets are wrapped, and ``total`` is the last row.
         """
         from rich.markup import escape
 
@@ -170,12 +160,7 @@ def command_name() -> str:
 
 @contextlib.contextmanager
 def one_line_errors(command: str, stopped: str) -> Iterator[None]:
-    """Turn errors that a user can act on into one line on stderr and an exit code.
-
-    Args:
-        command: its name.
-        stopped: printed after Ctrl-C: what has been kept.
-    """
+    """Turn errors that a user can act on into one line and an exit code; Ctrl-C prints ``stopped``."""
     from packhorse.errors import PackhorseError, plain_error
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

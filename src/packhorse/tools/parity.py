@@ -35,14 +35,7 @@ _NOISE_FACTOR = 4  # the tolerance in units of the noise floor
 
 
 class Packed:
-    """A packed batch, its model, and the sample of each document.
-
-    Args:
-        model: with the batch's attention backend.
-        batch: on the model's device.
-        bins: for each row the indices of its samples.
-        keys: of the samples.
-    """
+    """A packed batch, its model, and the sample of each document: ``bins`` has the samples of each row."""
 
     def __init__(
         self, model: Any, batch: Mapping[str, Any], bins: Sequence[Sequence[int]], keys: Sequence[str]
@@ -73,20 +66,11 @@ class Packed:
 
 
 def likely_causes(
-    packed: Packed,
-    labels: Sequence[torch.Tensor],
-    samples: Any,
-    own_rope: RopeIndex | None,
-    tolerance: float,
+    packed: Packed, labels: Sequence[torch.Tensor], samples: Any, own_rope: RopeIndex | None, tolerance: float
 ) -> tuple[str, ...]:
     """Return the causes of a difference that can be shown in a batch.
 
-    Args:
-        packed: the batch.
-        labels: of the visible tokens of each sample alone.
-        samples: encoded, not shifted.
-        own_rope: the model's function for mRoPE positions; None if it has none.
-        tolerance: by how much logits may differ.
+    ``labels`` are those of the visible tokens of each sample alone; ``samples`` are encoded and not shifted.
     """
     causes = [
         *_label_problems(packed, labels),

@@ -268,6 +268,8 @@ def _merge(name: str, file: str, parts: Sequence[DatasetStats], longest: int = _
     for part in parts:
         bad.update(part.bad)
         media.update(part.media)
+    rows = [row for part in parts for row in part.longest]
+    rows.sort(key=lambda row: (-row.tokens, row.key.rpartition("/")[0], row.row))
     return DatasetStats(
         name,
         file,
@@ -276,12 +278,8 @@ def _merge(name: str, file: str, parts: Sequence[DatasetStats], longest: int = _
         sum(part.text_only for part in parts),
         dict(media),
         {spread: Distribution.concat(part.spreads[spread] for part in parts) for spread in SPREADS},
-        tuple(sorted((row for part in parts for row in part.longest), key=_longest_first)[:longest]),
+        tuple(rows[:longest]),
     )
-
-
-def _longest_first(row: LongRow) -> tuple[int, str, int]:
-    return -row.tokens, row.key.rpartition("/")[0], row.row
 
 
 # --- estimates -------------------------------------------------------------------------------------------

@@ -18,18 +18,10 @@ from packhorse.cli import terminal
 EXAMPLES = terminal.examples(
     "demo",
     "Exit code 0: every check passed, 1: a check failed, 2: the demo could not run.",
-    {
-        "": "write to ./demo",
-        "--out /tmp/demo --json": "print the paths of its files as JSON",
-    },
+    {"": "write to ./demo", "--out /tmp/demo --json": "print the paths of its files as JSON"},
 )
 
-_FILES = {
-    "report": "report.html",
-    "ledger": "ledger.jsonl",
-    "plan": "plan.phplan",
-    "meta": "data/meta.json",
-}
+_FILES = {"report": "report.html", "ledger": "ledger.jsonl", "plan": "plan.phplan", "meta": "data/meta.json"}
 
 
 def demo(

@@ -217,12 +217,7 @@ _CHAT_TEMPLATE = """\
 
 
 def tiny_processor(texts: Iterable[str] = (), words: int = 0) -> Any:
-    """Return a Qwen2-VL processor of transformers with a tokenizer of 256 bytes and the special tokens.
-
-    Args:
-        texts: train the tokenizer on these.
-        words: the number of further tokens to train, which are a few letters long.
-    """
+    """Return a Qwen2-VL processor with a tokenizer of 256 bytes and ``words`` tokens trained on ``texts``."""
     tokenizers: Any = require("tokenizers", "train")
     transformers: Any = require("transformers", "train")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

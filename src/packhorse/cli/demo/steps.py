@@ -34,11 +34,7 @@ _PARITY_SAMPLES = 8
 
 
 def run_demo(folder: Path) -> bool:
-    """Run all steps in ``folder`` and return whether every check passed.
-
-    Raises:
-        ConfigError: ``folder`` has files that are not the demo's.
-    """
+    """Run all steps in ``folder`` and return whether every check passed."""
     prepare_folder(folder)
     demo = Demo(folder)
     with _quiet():
@@ -55,12 +51,9 @@ def run_demo(folder: Path) -> bool:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create the folder, or delete the demo's files in that of an earlier demo.
+    """Create the folder, or delete the files of an earlier demo in it; raise if its files are not a demo's.
 
     The report stays until there is a new one; other files are not touched.
-
-    Raises:
-        ConfigError: the folder has files and is not that of a demo.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: choose another folder with --out")
@@ -83,29 +76,20 @@ def prepare_folder(folder: Path) -> None:
 
 
 class Demo:
-    """One run of the demo; each step prints its results and keeps them for the report.
-
-    Attributes:
-        findings: of the check: (severity, rule, row, finding).
-        plan: see :func:`packhorse.tools.view.plan_report.plan_report`.
-        saved_at: step of the last checkpoint of the killed run.
-        kill_at: step in which it was killed.
-        runs: steps of the runs ``whole``, ``killed`` and ``resumed``.
-        delivered: number of trained rows.
-        promises: the checks, and whether they passed.
-    """
+    """One run of the demo; each step prints its results and keeps them for the report."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.out, self.started = folder, terminal.Output(_WIDTH), time.monotonic()
         self.meta, self.model = folder / "data" / "meta.json", folder / "model"
         self.plan_file, self.ledger_file = folder / "plan.phplan", folder / "ledger.jsonl"
-        self.rows = self.saved_at = self.kill_at = self.delivered = 0
+        self.rows = self.delivered = 0  # all rows, and trained ones
+        self.saved_at = self.kill_at = 0  # steps of the killed run: last checkpoint, kill
         self.seconds = 0.0
-        self.findings: list[tuple[str, str, str, str]] = []
-        self.plan: dict[str, Any] = {}
-        self.runs: dict[str, list[Step]] = {}
+        self.findings: list[tuple[str, str, str, str]] = []  # (severity, rule, row, finding)
+        self.plan: dict[str, Any] = {}  # see plan_report
+        self.runs: dict[str, list[Step]] = {}  # "whole", "killed" and "resumed"
         self.ledger = Ledger()
-        self.promises: list[tuple[str, bool]] = []
+        self.promises: list[tuple[str, bool]] = []  # the checks, and whether they passed
 
     def write(self) -> None:
         """Write the data, the processor and the model's config."""

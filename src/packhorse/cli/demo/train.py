@@ -38,13 +38,7 @@ def demo_config(folder: Path) -> LoaderConfig:
 
 @dataclass(frozen=True)
 class Step:
-    """One training step.
-
-    Attributes:
-        step: its number, from 1.
-        loss: mean over its supervised tokens.
-        samples: keys of its rows.
-    """
+    """One training step: its number from 1, the mean loss of its supervised tokens, the keys of its rows."""
 
     step: int
     loss: float
@@ -58,13 +52,9 @@ def read_trace(run: Path) -> list[Step]:
 
 
 def train(folder: Path, name: str, resume_from: str | None = None, kill_at: int | None = None) -> None:
-    """Train the rest of the epoch.
+    """Train the rest of the epoch, from the checkpoint and ledger of the run ``resume_from``.
 
-    Args:
-        folder: of the demo.
-        name: of this run.
-        resume_from: a run whose checkpoint and ledger are continued.
-        kill_at: this process kills itself in the middle of this step.
+    The process kills itself in the middle of the step ``kill_at``.
     """
     import torch
 

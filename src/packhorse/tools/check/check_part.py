@@ -34,21 +34,13 @@ IMAGE = np.dtype([("content", "V16"), ("name", "V16"), ("row", "<i8"), ("item", 
 
 @dataclass(frozen=True, slots=True)
 class CheckSettings:
-    """What to check, and how.
+    """What to check, and how."""
 
-    Attributes:
-        decode: decode media; otherwise only their headers are read.
-        max_length: the most tokens of a row; needs a processor.
-        tiny: report images with a side below this.
-        ignored: rules that are not applied.
-        repair: also try to repair rows, for a cleaned copy.
-    """
-
-    decode: bool = True
-    max_length: int | None = None
-    tiny: int = TINY
-    ignored: frozenset[str] = frozenset()
-    repair: bool = False
+    decode: bool = True  # otherwise only the headers of media are read
+    max_length: int | None = None  # the most tokens of a row; needs a processor
+    tiny: int = TINY  # report images with a side below this
+    ignored: frozenset[str] = frozenset()  # rules that are not applied
+    repair: bool = False  # also try to repair rows, for a cleaned copy
 
 
 class RawFinding(NamedTuple):
@@ -74,24 +66,15 @@ class Repair(NamedTuple):
 
 
 class PartFindings(NamedTuple):
-    """The findings of a part.
+    """The findings of a part."""
 
-    Attributes:
-        findings: in the order of the rows.
-        conversations: a digest of each row's conversation, concatenated; zeros for a row with errors.
-        images: an array of :data:`IMAGE` as bytes.
-        media: the number of media; ``media_failed`` of them could not be opened.
-        repairs: rows that have errors, and none after the repair.
-        relative: whether a path of a media item depends on the media folder.
-    """
-
-    findings: list[RawFinding]
-    conversations: bytes
-    images: bytes
-    media: int
-    repairs: list[Repair]
-    relative: bool
-    media_failed: int = 0
+    findings: list[RawFinding]  # in the order of the rows
+    conversations: bytes  # a digest of each row's conversation, concatenated; zeros for a row with errors
+    images: bytes  # an array of IMAGE
+    media: int  # number of media
+    repairs: list[Repair]  # rows that have errors, and none after the repair
+    relative: bool  # whether a path of a media item depends on the media folder
+    media_failed: int = 0  # media that could not be opened
 
 
 @dataclass(slots=True)
@@ -109,14 +92,7 @@ class _CheckedRow:
 class PartChecker:
     """Check the rows of a :class:`~packhorse.count.parts.PartTask`.
 
-    Args:
-        settings: what to check.
-        processor: a processor, or the path of one, which each process opens once; None for none.
-        trust_remote_code: run code that comes with the processor.
-        no_media_dir: datasets without a media folder, whose media may lie anywhere.
-
-    Raises:
-        ConfigError: the processor cannot be opened, or has no chat template.
+    Each process opens the processor once; media of the datasets ``no_media_dir`` may lie anywhere.
     """
 
     def __init__(
@@ -127,22 +103,13 @@ class PartChecker:
         no_media_dir: frozenset[str] = frozenset(),
     ) -> None:
         self.settings, self.processor, self.trust_remote_code = settings, processor, trust_remote_code
-        self.no_media_dir = no_media_dir
-        self._open()
-
-    def _open(self) -> None:
-        settings, self.encoding = self.settings, None
-        if self.processor is not None:
-            counter = make_counter(self.processor, self.trust_remote_code)
-            self.encoding = EncodingRules(counter, settings.max_length)
+        self.no_media_dir, self.encoding = no_media_dir, None
+        if processor is not None:
+            self.encoding = EncodingRules(make_counter(processor, trust_remote_code), settings.max_length)
         self.media = MediaChecker(settings.decode, settings.tiny, self.encoding is not None)
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self.settings, self.processor, self.trust_remote_code, self.no_media_dir
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.settings, self.processor, self.trust_remote_code, self.no_media_dir = state
-        self._open()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.settings, self.processor, self.trust_remote_code, self.no_media_dir)
 
     def __call__(self, task: PartTask) -> PartFindings:
         """Check the rows of one part."""

@@ -22,21 +22,13 @@ Digests = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Duplicates:
-    """Rows and images of one dataset that equal an earlier one; arrays with one entry for each.
+    """Rows and images of one dataset that equal an earlier one; arrays with one entry for each."""
 
-    Attributes:
-        rows: duplicate conversations, ascending.
-        row_twins: for each the first row with the same conversation, as (dataset, row).
-        images: duplicate images as (row, index of the media item), by row.
-        image_twins: for each the first one, as (dataset, row, index of the media item).
-        names: of all datasets.
-    """
-
-    rows: Integers
-    row_twins: Integers
-    images: Integers
-    image_twins: Integers
-    names: tuple[str, ...]
+    rows: Integers  # duplicate conversations, ascending
+    row_twins: Integers  # for each the first row with the same conversation, as (dataset, row)
+    images: Integers  # duplicate images as (row, index of the media item), by row
+    image_twins: Integers  # for each the first one, as (dataset, row, index of the media item)
+    names: tuple[str, ...]  # of all datasets
 
     def counts(self) -> dict[str, int]:
         """Return the number of findings by rule."""

@@ -59,11 +59,7 @@ class Fixed:
 
 
 def check_target(folder: str | os.PathLike[str]) -> Path:
-    """Return the folder for a cleaned copy.
-
-    Raises:
-        ConfigError: it is neither new nor empty.
-    """
+    """Return the folder for a cleaned copy; raise ``ConfigError`` if it is neither new nor empty."""
     target = Path(os.path.abspath(folder))
     try:
         with os.scandir(target) as entries:
@@ -275,16 +271,14 @@ class _Writer:
 
 def _file_names(files: Sequence[CheckedFile]) -> list[str]:
     """Return a file name for each dataset; all are different."""
-    used = {LEDGER}
-    names = []
+    names = [LEDGER]
     for checked in files:
         stem = checked.name.replace(os.sep, "_")
         suffix = "parquet" if isinstance(checked.file, ParquetRows) else "jsonl"
-        while f"{stem}.{suffix}" in used:
+        while f"{stem}.{suffix}" in names:
             stem += "_"
-        used.add(f"{stem}.{suffix}")
         names.append(f"{stem}.{suffix}")
-    return names
+    return names[1:]
 
 
 def _meta_entry(checked: CheckedFile, file: str) -> dict[str, Any]:

@@ -40,23 +40,14 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CheckedMedia:
-    """One checked media item.
-
-    Attributes:
-        violations: what is wrong with it.
-        size: (height, width) of an image or of a video's frames; None if unknown.
-        content: a digest of its bytes; of its name if they were not read.
-        name: a digest of its name; empty if it has none (bytes in a Parquet file).
-        read: whether ``content`` is that of its bytes.
-        failed: whether it could not be opened or decoded.
-    """
+    """One checked media item."""
 
     violations: tuple[Violation, ...]
-    size: tuple[int, int] | None
-    content: bytes
-    name: bytes
-    read: bool = False
-    failed: bool = False
+    size: tuple[int, int] | None  # (height, width) of an image or of a video's frames; None if unknown
+    content: bytes  # a digest of its bytes; of its name if they were not read
+    name: bytes  # a digest of its name; empty if it has none (bytes in a Parquet file)
+    read: bool = False  # whether ``content`` is that of its bytes
+    failed: bool = False  # it could not be opened or decoded
 
 
 class MediaChecker:

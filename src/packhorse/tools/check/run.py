@@ -67,32 +67,20 @@ class Spool:
 
 @dataclass(slots=True)
 class CheckedFile:
-    """One dataset and its findings.
+    """One dataset and its findings."""
 
-    Attributes:
-        config: of the dataset, as the meta file has it.
-        file: its rows; None if they cannot be read.
-        state: of the data file when it was checked.
-        problem: why they cannot be read.
-        parts: number of parts.
-        media: number of media; ``media_failed`` of them could not be opened or decoded.
-        counts: number of findings by (rule, severity).
-        relative: whether paths of media depend on the working directory.
-        notes: findings about the file as a whole: (rule, what was found).
-    """
-
-    config: DatasetConfig
-    file: RowFile | None
-    state: Fingerprint | None = None
-    problem: str = ""
-    parts: int = 0
+    config: DatasetConfig  # as the meta file has it
+    file: RowFile | None  # its rows; None if they cannot be read
+    state: Fingerprint | None = None  # of the data file when it was checked
+    problem: str = ""  # why the rows cannot be read
+    parts: int = 0  # number of parts
     rows: int = 0
     media: int = 0
-    media_failed: int = 0
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    media_failed: int = 0  # media that could not be opened or decoded
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # findings by (rule, severity)
     rows_with_errors: int = 0
-    relative: bool = False
-    notes: list[tuple[str, str]] = field(default_factory=list)
+    relative: bool = False  # whether paths of media depend on the working directory
+    notes: list[tuple[str, str]] = field(default_factory=list)  # findings about the whole file: (rule, found)
 
     @property
     def name(self) -> str:

@@ -32,23 +32,14 @@ class EncodedMedia(NamedTuple):
 
 
 class MediaPreviews:
-    """The media of the rows of one dataset.
-
-    Args:
-        encoder: provides the rows and how videos are sampled.
-    """
+    """The media of an encoder's rows; the encoder determines how videos are sampled."""
 
     def __init__(self, encoder: RowEncoder) -> None:
         self.encoder = encoder
         self._video = lru_cache(maxsize=16)(self._load_video)
 
     def get(self, row: int, number: int) -> EncodedMedia:
-        """Return an image or an audio clip.
-
-        Raises:
-            BadSample: it cannot be decoded.
-            LookupError: there is no such media item, or it is a video.
-        """
+        """Return an image or an audio clip; raise ``LookupError`` if there is none of this number."""
         ref = self._ref(row, number)
         if ref.kind == "video":
             raise LookupError(f"media item {number} is a video: request its frames")
@@ -59,12 +50,7 @@ class MediaPreviews:
         return encode_audio(*media_item)
 
     def frames(self, row: int, number: int) -> tuple[int, ...]:
-        """Return the indices in the video of the frames that are shown.
-
-        Raises:
-            BadSample: the video cannot be decoded.
-            LookupError: there is no such video.
-        """
+        """Return the indices in the video of the frames that are shown."""
         return self._video(row, number)[0]
 
     def frame(self, row: int, number: int, frame: int) -> EncodedMedia:

@@ -137,11 +137,7 @@ class PackList:
 
 
 class Pages:
-    """The values of each page.
-
-    Args:
-        viewer: the plan and its rows.
-    """
+    """The values of each page."""
 
     def __init__(self, viewer: PlanViewer) -> None:
         self.viewer = viewer
@@ -194,12 +190,12 @@ class Pages:
         documents = [self._document(index, place) for place, index in enumerate(rows, 1)]
         views: list[RowView] = [document["row"] for document in documents]
         size = self.viewer.report["pack_size"]
-        starts = np.cumsum([0, *(view.padded_length for view in views)]).tolist()
+        lengths = [view.padded_length for view in views]
+        starts = np.cumsum([0, *lengths]).tolist()
         bidirectional = []
         for document, view, start in zip(documents, views, starts, strict=False):
             document["start"] = start
             bidirectional += [(start + first, start + end) for first, end in view.bidirectional]
-        lengths = [view.padded_length for view in views]
         strip = [
             (length, document["key"], int(self.viewer.dataset_ids(row)))
             for length, document, row in zip(lengths, documents, rows, strict=True)

@@ -103,12 +103,7 @@ def plan_report(
 
 
 def sizes_report(request: PlanRequest, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return the numbers of the same rows in packs of several sizes; nothing is saved.
-
-    Args:
-        request: what to plan; its own pack size is ignored.
-        sizes: pack sizes, reported in ascending order; each is planned and scheduled.
-    """
+    """Return the numbers of the same rows in packs of several sizes, ascending; nothing is saved."""
     opened, reports = None, []
     for size in sorted(sizes):
         planned = make_plan(replace(request, config=request.config.with_changes(pack_size=size)), opened)
@@ -172,17 +167,10 @@ def padded_slots(lengths: Integers, batch_size: int) -> int:
 def estimate_losses(
     planned: PlanResult, progress: OnProgress | None = None, limit: int = MAX_ESTIMATED
 ) -> dict[str, Any]:
-    """Return how many rows are lost if packs are planned by estimated lengths and overflow is dropped.
+    """Return how many packed rows are lost if packs are planned by estimated lengths and overflow is dropped.
 
-    Args:
-        planned: the exact plan; only its packed rows are compared.
-        progress: called with the number of rows read; None logs it every few seconds.
-        limit: with more rows, only this number of them, evenly spaced.
-
-    Returns:
-        ``rows`` compared; ``lost_overflow``: rows whose pack was already full; ``lost_too_long``: rows
-        estimated longer than a pack; ``lost``: both; ``fill``: fill of the resulting packs; ``packs``;
-        ``error_mean`` and ``error_p99``: error of the estimates in tokens.
+    Compares at most ``limit`` rows, evenly spaced. ``lost_overflow`` are rows whose pack was already full,
+    ``lost_too_long`` rows estimated longer than a pack; errors of the estimates are in tokens.
     """
     rows = np.sort(planned.packs.plan.indices).astype(np.int64)
     if len(rows) > limit:

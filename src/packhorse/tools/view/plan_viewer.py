@@ -180,8 +180,7 @@ class PlanViewer:
     def warm_up(self, delay: float = 2.0) -> None:
         """Open the processor in the background, so that the first pack does not wait for it.
 
-        Args:
-            delay: seconds to wait, so that the first page does not compete with imports.
+        ``delay`` in seconds, so that the first page does not compete with imports.
         """
 
         def open_encoder() -> None:

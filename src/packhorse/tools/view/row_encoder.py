@@ -37,24 +37,17 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """Consecutive tokens of the same role, supervision and visibility.
-
-    Attributes:
-        hidden: whether the attention mask excludes them (a fake image).
-        media_item: the placeholder token of a media item, as text; empty for text.
-        start: index of the first token in the document.
-        label_only: whether this is the last token, which the label shift removes from the input.
-    """
+    """Consecutive tokens of the same role, supervision and visibility."""
 
     role: str
     supervised: bool
-    hidden: bool
-    media_item: str
+    hidden: bool  # the attention mask excludes them (a fake image)
+    media_item: str  # the placeholder token of a media item, as text; empty for text
     text: str
-    start: int
+    start: int  # index of the first token in the document
     count: int
     positions: str = ""
-    label_only: bool = False
+    label_only: bool = False  # the last token, which the label shift removes from the input
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +81,18 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class RowView:
-    """A row prepared for display.
+    """A row prepared for display."""
 
-    Attributes:
-        index: the sample index; -1 for a placeholder.
-        turns: the turns of the file; empty if the row cannot be read.
-        runs: the tokens the model sees; empty if the row cannot be encoded.
-        length: tokens in a pack, after the label shift.
-        padded_length: the length, padded to a multiple of the alignment.
-        bidirectional: spans of tokens that attend to each other in both directions.
-        drops: ledger entries of the encoder: truncated, nothing supervised.
-    """
-
-    index: int
-    turns: tuple[Turn, ...] = ()
+    index: int  # the sample index; -1 for a placeholder
+    turns: tuple[Turn, ...] = ()  # as in the file; empty if the row cannot be read
     media: tuple[MediaItem, ...] = ()
-    runs: tuple[TokenRun, ...] = ()
-    length: int = 0
-    padded_length: int = 0
+    runs: tuple[TokenRun, ...] = ()  # the tokens the model sees; empty if the row cannot be encoded
+    length: int = 0  # tokens in a pack, after the label shift
+    padded_length: int = 0  # the length, padded to a multiple of the alignment
     supervised: int = 0
-    bidirectional: tuple[Span, ...] = ()
+    bidirectional: tuple[Span, ...] = ()  # tokens that attend to each other in both directions
     error: BadSample | None = None
-    drops: tuple[Drop, ...] = ()
+    drops: tuple[Drop, ...] = ()  # ledger entries of the encoder: truncated, nothing supervised
     tokens: tuple[TokenRow, ...] = field(default=(), repr=False)
 
     @property
@@ -119,12 +102,7 @@ class RowView:
 
 
 class RowEncoder:
-    """Encode rows for display, one at a time.
-
-    Args:
-        samples: encodes single rows.
-        packer: shifts samples and computes their positions.
-    """
+    """Encode rows for display, one at a time; ``packer`` shifts them and computes their positions."""
 
     def __init__(self, samples: PreTokenizedDatasetWrapper, packer: Packer) -> None:
         self.samples, self.packer = samples, packer
@@ -138,11 +116,7 @@ class RowEncoder:
         return not self.family.mrope or self.packer.get_rope_index is not None
 
     def conversation(self, index: int) -> Conversation:
-        """Return the row as a conversation.
-
-        Raises:
-            BadSample: the row cannot be read.
-        """
+        """Return the row as a conversation; raise ``BadSample`` if it cannot be read."""
         key = self.samples.key(index)
         return parse_conversation(self.encoder.place_audio(self.samples.dataset[index], key), key)
 
@@ -193,11 +167,7 @@ class RowEncoder:
         )
 
     def placeholders(self, media_mask: MediaMask) -> list[tuple[str, RowView]]:
-        """Return the placeholder samples that the loader adds for media kinds that are missing in a step.
-
-        Raises:
-            ConfigError: the processor cannot encode a placeholder.
-        """
+        """Return the placeholder samples that the loader adds for media kinds that are missing in a step."""
         if not media_mask:
             return []
         with self._lock:
@@ -275,13 +245,9 @@ def _find_spans(encoder: Encoder, conversation: Conversation, text: str) -> dict
 def make_runs(
     encoder: Encoder, sample: Mapping[str, Tensor], roles: Sequence[str], positions: Tensor | None = None
 ) -> list[TokenRun]:
-    """Group the tokens of an encoded sample into runs.
+    """Group the tokens of an encoded sample, which is not shifted, into runs.
 
-    Args:
-        encoder: its tokenizer decodes.
-        sample: ``input_ids``, ``labels`` and ``attention_mask`` [S], not shifted.
-        roles: the role of each token.
-        positions: [S - 1] or [3, S - 1], after the shift; None for 0, 1, 2, ….
+    ``positions`` are [S - 1] or [3, S - 1], after the shift; None for 0, 1, 2, ….
     """
     ids = sample["input_ids"].tolist()
     last = len(ids) - 1

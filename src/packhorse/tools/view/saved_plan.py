@@ -1,11 +1,7 @@
 """The plan that a loader with the same settings uses, and the file it is saved in.
 
-:func:`make_plan` runs the loader's start-up, so it costs what opening a loader costs: milliseconds if the
-rows are counted, the time to count them if not.
-
-The file contains everything the viewer needs. In addition to the plan's key it stores, as JSON: the meta
-file, the processor and the settings (``made_from``), the report (``report``), and the errors of rows that
-could not be counted (``bad``, about 150 bytes per row). ``PackPlan.load`` reads it like any other plan file.
+:func:`make_plan` runs the loader's start-up and counts rows that are not counted yet. The file has all that
+the viewer needs, as JSON in the plan's key; ``PackPlan.load`` reads it like any other plan file.
 """
 
 from __future__ import annotations
@@ -69,19 +65,14 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A plan and what it was made from.
-
-    Attributes:
-        packs: the packs of the requested epoch.
-        reserve: tokens of each pack that stay free for a placeholder.
-    """
+    """A plan and what it was made from."""
 
     request: PlanRequest
     opened: OpenedData
     counts: CountColumns
     planner: Planner
-    packs: Packs
-    reserve: int
+    packs: Packs  # of the requested epoch
+    reserve: int  # tokens of each pack that stay free for a placeholder
 
     @property
     def model(self) -> str | None:
@@ -97,11 +88,7 @@ class PlanResult:
 
 
 def open_request(request: PlanRequest) -> OpenedData:
-    """Open rows, processor and model, without counting.
-
-    Raises:
-        ConfigError: one of them is invalid, or there are no rows.
-    """
+    """Open rows, processor and model, without counting; raise if one of them is invalid."""
     processor = request.processor
     if isinstance(processor, str):
         processor = open_processor(processor, request.trust_remote_code)
@@ -119,8 +106,8 @@ def make_plan(
         counts: the counts of its rows, if the caller has them.
 
     Raises:
-        ConfigError: see :func:`open_request`; or the model cannot be trained on packs; or a sample is too
-            long and ``on_overlong="raise"``.
+        ConfigError: rows, processor or model are invalid, the model cannot be trained on packs, or a sample
+            is too long and ``on_overlong="raise"``.
     """
     opened = open_request(request) if opened is None else opened
     if opened.model.config is not None and model_classes(opened.model.config):
@@ -134,11 +121,7 @@ def make_plan(
 
 
 def _find_model(request: PlanRequest) -> ModelInfo:
-    """Return what is known of the model; without a model name, from a config next to the processor.
-
-    Raises:
-        ConfigError: the named model has no config.
-    """
+    """Return what is known of the model; without a model name, from a config next to the processor."""
     path = request.model or request.processor
     if not isinstance(path, str):
         return ModelInfo()
@@ -154,23 +137,14 @@ def _find_model(request: PlanRequest) -> ModelInfo:
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """The content of a plan file.
+    """The content of a plan file."""
 
-    Attributes:
-        plan: the plan, with costs and media masks.
-        request: what it was made from.
-        report: see :func:`packhorse.tools.view.plan_report.plan_report`.
-        bad: reason and detail of rows that could not be counted, by sample index.
-        details: ledger details of the plan's own reasons.
-        too_long: tokens after the shift of rows longer than a pack, by sample index.
-    """
-
-    plan: PackPlan
+    plan: PackPlan  # with costs and media masks
     request: PlanRequest
-    report: Mapping[str, Any]
-    bad: Mapping[int, tuple[str, str]]
-    details: Mapping[str, str]
-    too_long: Mapping[int, int] = field(default_factory=dict)
+    report: Mapping[str, Any]  # see plan_report
+    bad: Mapping[int, tuple[str, str]]  # reason and detail of rows that could not be counted, by sample index
+    details: Mapping[str, str]  # ledger details of the plan's own reasons
+    too_long: Mapping[int, int] = field(default_factory=dict)  # tokens after the shift, by sample index
 
     def detail(self, index: int, reason: str) -> str:
         """Return the ledger's detail for a row that the plan drops for this reason."""
@@ -228,16 +202,7 @@ def save_plan(planned: PlanResult, report: Mapping[str, Any], path: str | os.Pat
 def open_saved_plan(
     path: str | os.PathLike[str], processor: str | None = None, trust_remote_code: bool = False
 ) -> SavedPlan:
-    """Open a plan file.
-
-    Args:
-        path: a file written by :func:`save_plan`.
-        processor: where the processor is, if it has moved.
-        trust_remote_code: run code that comes with it.
-
-    Raises:
-        ConfigError: the file is no plan, or does not name its data.
-    """
+    """Open a file written by :func:`save_plan`; ``processor`` is its new path if it has moved."""
     plan, key = PackPlan.load(path), load_key(path)
     source = key.get("made_from")
     if source is None or key.get("report") is None:

@@ -35,12 +35,7 @@ _METHODS = ("GET", "HEAD")
 
 
 class HostGuard:
-    """ASGI middleware that checks host and method of a request and adds security headers to the response.
-
-    Args:
-        app: the application.
-        host: the address the server listens on.
-    """
+    """ASGI middleware that checks host and method of a request and adds security headers to the response."""
 
     def __init__(self, app: ASGIApp, host: str) -> None:
         self.app = app
@@ -217,12 +212,7 @@ def make_renderer() -> Callable[..., str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket on this address; port 0 chooses a free port.
-
-    Raises:
-        ConfigError: the port is in use, or the address is not this machine's.
-        MissingDependency: a package of the ``view`` extra is not installed.
-    """
+    """Return a socket on this address, if the ``view`` extra is installed; port 0 chooses a free port."""
     for module in ("uvicorn", "starlette", "jinja2"):
         require(module, "view")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
