@@ -231,8 +231,8 @@ MUTANTS = (
     Mutant(
         "recurrent models that list no layers are packed",
         "families/models.py",
-        'getattr(one, "_is_stateful", False)',
-        'getattr(one, "_is_recurrent", False)',
+        'getattr(kind, "_is_stateful", False)',
+        'getattr(kind, "_is_recurrent", False)',
         ("tests/unit/test_models.py",),
     ),
     Mutant(
