@@ -228,11 +228,7 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def pad_token_id(processor: Processor) -> int:
-    """Return the id that pads short rows.
-
-    Raises:
-        ConfigError: the tokenizer has none.
-    """
+    """Return the id that pads short rows; ConfigError if the tokenizer has none."""
     tokenizer = tokenizer_of(processor)
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None:
@@ -369,11 +365,8 @@ def with_repeated_tokens(
     """Return a copy of the processor with a :class:`RepeatedTokenTokenizer`, and that tokenizer.
 
     Returns the processor itself and None if it has no fast tokenizer, or a call that transformers does not
-    define (it may use its tokenizer in any way). The copy shares all else with the processor.
-
-    Args:
-        processor: of any kind; it is not changed.
-        ids: of the tokens for the content of media.
+    define (it may use its tokenizer in any way). The copy shares all else with the processor. ``ids`` are the
+    tokens for the content of media.
     """
     tokenizer: Any = getattr(processor, "tokenizer", None)
     if not is_transformers(processor) or not getattr(tokenizer, "is_fast", False):
@@ -434,14 +427,8 @@ def shift_tokens(batch: Mapping[str, Any], media: Container[str] = ()) -> dict[s
 def answer_spans(chat: ChatProcessor, turns: Turns, text: str, render: Render | None = None) -> list[Span]:
     """Locate the assistant turns in the rendered ``text``, each with its end-of-turn token.
 
-    Args:
-        chat: the processor that rendered the text.
-        turns: the messages that ``text`` was rendered from.
-        text: the rendered conversation, media placeholders not yet expanded.
-        render: renders turns; None for ``chat.render``.
-
-    Raises:
-        CannotAlign: the template writes something that does not lead back to the answers.
+    ``text`` was rendered from ``turns`` by ``render`` (None for ``chat.render``), placeholders not expanded.
+    Raises :class:`CannotAlign` if the template writes something that does not lead back to the answers.
     """
     template, markers = chat.chat_template, chat.turn_markers
     if template is not None and _GENERATION.search(template):
@@ -502,14 +489,7 @@ def _replace_text(turn: Mapping[str, Any], replace: Callable[[str], str]) -> dic
 
 
 def _fit_frame(text: str, frame: Sequence[str], answers: Sequence[str], opening: str) -> list[Span]:
-    """Lay the frame over the text: between its pieces are the answers, perhaps trimmed by the template.
-
-    Args:
-        text: the rendered conversation.
-        frame: the text before, between and after the answers.
-        answers: as the conversation has them.
-        opening: how the template opens an assistant turn, empty if unknown.
-    """
+    """Lay the frame over the text: between its pieces are the answers, perhaps trimmed by the template."""
     cut = [_split_at_opening(piece, opening) for piece in frame[:-1]]
     heads = [*(head for head, _, _ in cut), frame[-1]]
     if not text.startswith(heads[0]):
