@@ -121,10 +121,7 @@ class ChatProcessor:
 
         ``<|im_start|>assistant\n`` and ``<|im_end|>`` for ChatML templates; for others, what surrounds an
         answer in a rendered example. A space at the end of the opening belongs to the answer's first token
-        and is not part of it.
-
-        Raises:
-            CannotAlign: the template does not write a user turn and an answer one after the other.
+        and is not part of it. CannotAlign if no example has a user turn and an answer one after the other.
         """
         tokenizer, template, special = self.tokenizer, self.chat_template, self.special_tokens
         if template is not None and all(token in template and token in special for token in _CHATML):
@@ -369,9 +366,8 @@ def with_repeated_tokens(
     tokens for the content of media.
     """
     tokenizer: Any = getattr(processor, "tokenizer", None)
-    if not is_transformers(processor) or not getattr(tokenizer, "is_fast", False):
-        return processor, None
-    if not type(processor).__call__.__module__.startswith("transformers."):
+    fast = is_transformers(processor) and getattr(tokenizer, "is_fast", False)
+    if not fast or not type(processor).__call__.__module__.startswith("transformers."):
         return processor, None
     tokens = repeated_media_tokens(tokenizer, ids)
     if not tokens:

@@ -233,11 +233,9 @@ class Family:
     # --- how a conversation is checked and rendered ------------------------------------------------------
 
     def check(self, conversation: Conversation) -> None:
-        """Raise for a conversation that the family cannot take, before anything is loaded.
+        """Raise BadSample for a conversation that the family cannot take, before anything is loaded.
 
-        Raises:
-            BadSample: it has a media item of a kind that the family does not take, or is empty.
-            ConfigError: it has a media item for which the installed transformers is too old.
+        A media item for which the installed transformers is too old raises ConfigError.
         """
         if not conversation.messages:
             raise self.bad("a conversation without turns", conversation, "empty_conversation")

@@ -422,11 +422,7 @@ class _Loaded:
 
 
 class RowKeys:
-    """Keys of the examples of a loaded list, from which rows may have been dropped.
-
-    Attributes:
-        mixture: what the list was loaded from.
-    """
+    """Keys of the examples of a list loaded from ``mixture``, from which rows may have been dropped."""
 
     def __init__(self, mixture: MetaDataset, skipped: Sequence[Sequence[int]]) -> None:
         self.mixture = mixture
