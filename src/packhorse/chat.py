@@ -121,10 +121,7 @@ class ChatProcessor:
 
         ``<|im_start|>assistant\n`` and ``<|im_end|>`` for ChatML templates; for others, what surrounds an
         answer in a rendered example. A space at the end of the opening belongs to the answer's first token
-        and is not part of it.
-
-        Raises:
-            CannotAlign: the template does not write a user turn and an answer one after the other.
+        and is not part of it. CannotAlign if no example has a user turn and an answer one after the other.
         """
         tokenizer, template, special = self.tokenizer, self.chat_template, self.special_tokens
         if template is not None and all(token in template and token in special for token in _CHATML):
@@ -228,11 +225,7 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def pad_token_id(processor: Processor) -> int:
-    """Return the id that pads short rows.
-
-    Raises:
-        ConfigError: the tokenizer has none.
-    """
+    """Return the id that pads short rows; ConfigError if the tokenizer has none."""
     tokenizer = tokenizer_of(processor)
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None:
@@ -369,16 +362,12 @@ def with_repeated_tokens(
     """Return a copy of the processor with a :class:`RepeatedTokenTokenizer`, and that tokenizer.
 
     Returns the processor itself and None if it has no fast tokenizer, or a call that transformers does not
-    define (it may use its tokenizer in any way). The copy shares all else with the processor.
-
-    Args:
-        processor: of any kind; it is not changed.
-        ids: of the tokens for the content of media.
+    define (it may use its tokenizer in any way). The copy shares all else with the processor. ``ids`` are the
+    tokens for the content of media.
     """
     tokenizer: Any = getattr(processor, "tokenizer", None)
-    if not is_transformers(processor) or not getattr(tokenizer, "is_fast", False):
-        return processor, None
-    if not type(processor).__call__.__module__.startswith("transformers."):
+    fast = is_transformers(processor) and getattr(tokenizer, "is_fast", False)
+    if not fast or not type(processor).__call__.__module__.startswith("transformers."):
         return processor, None
     tokens = repeated_media_tokens(tokenizer, ids)
     if not tokens:
@@ -434,14 +423,8 @@ def shift_tokens(batch: Mapping[str, Any], media: Container[str] = ()) -> dict[s
 def answer_spans(chat: ChatProcessor, turns: Turns, text: str, render: Render | None = None) -> list[Span]:
     """Locate the assistant turns in the rendered ``text``, each with its end-of-turn token.
 
-    Args:
-        chat: the processor that rendered the text.
-        turns: the messages that ``text`` was rendered from.
-        text: the rendered conversation, media placeholders not yet expanded.
-        render: renders turns; None for ``chat.render``.
-
-    Raises:
-        CannotAlign: the template writes something that does not lead back to the answers.
+    ``text`` was rendered from ``turns`` by ``render`` (None for ``chat.render``), placeholders not expanded.
+    Raises :class:`CannotAlign` if the template writes something that does not lead back to the answers.
     """
     template, markers = chat.chat_template, chat.turn_markers
     if template is not None and _GENERATION.search(template):
@@ -502,14 +485,7 @@ def _replace_text(turn: Mapping[str, Any], replace: Callable[[str], str]) -> dic
 
 
 def _fit_frame(text: str, frame: Sequence[str], answers: Sequence[str], opening: str) -> list[Span]:
-    """Lay the frame over the text: between its pieces are the answers, perhaps trimmed by the template.
-
-    Args:
-        text: the rendered conversation.
-        frame: the text before, between and after the answers.
-        answers: as the conversation has them.
-        opening: how the template opens an assistant turn, empty if unknown.
-    """
+    """Lay the frame over the text: between its pieces are the answers, perhaps trimmed by the template."""
     cut = [_split_at_opening(piece, opening) for piece in frame[:-1]]
     heads = [*(head for head, _, _ in cut), frame[-1]]
     if not text.startswith(heads[0]):

@@ -140,11 +140,7 @@ class ReplacingDataset(Dataset[Any]):
     def record(self, idx: int | None, error: BadSample, more: str = "", *, replaced: bool = False) -> None:
         """Write into the ledger and the log that a sample was replaced or dropped, and why.
 
-        Args:
-            idx: the sample; None if unknown: the entry then names none, but counts.
-            error: what is wrong with it.
-            more: text after the detail.
-            replaced: whether another sample is delivered instead.
+        If ``idx`` is unknown (None), the entry names no sample, but counts. ``more`` follows the detail.
         """
         detail = error.detail + self._location(idx, error.stage) + more
         key = "" if idx is None else self.key(idx)
@@ -191,11 +187,7 @@ class ReplacingDataset(Dataset[Any]):
 
 
 def load_sample(dataset: Rows, index: int) -> Any:
-    """Return one sample, without the replacement that a :class:`ReplacingDataset` would choose.
-
-    Raises:
-        BadSample: the dataset returns None for it.
-    """
+    """Return one sample, without the replacement that a :class:`ReplacingDataset` would choose."""
     load = getattr(dataset, "load", None)
     sample = load(index) if callable(load) else dataset[index]
     if sample is None:
@@ -260,21 +252,13 @@ def make_robust_collate(dataset: Rows, collate_fn: Collate, max_retries: int = 1
 
 @dataclass(slots=True)
 class _Entry:
-    """One sample of a batch that is being collated.
+    """One sample of a batch that is being collated."""
 
-    Attributes:
-        index: the requested sample; None if unknown.
-        current: the sample that is used, perhaps a replacement.
-        sample: its content.
-        error: why the requested sample was replaced.
-        attempts: replacements tried.
-    """
-
-    index: int | None
-    current: int | None
+    index: int | None  # the requested sample; None if unknown
+    current: int | None  # the sample that is used, perhaps a replacement
     sample: Any
-    error: BadSample | None = None
-    attempts: int = 0
+    error: BadSample | None = None  # why the requested sample was replaced
+    attempts: int = 0  # replacements tried
 
 
 class _RobustCollate:
@@ -382,11 +366,8 @@ class _RobustCollate:
 
 
 def _batch_failure(error: BadSample, *, named: bool) -> BadSample:
-    """Return the error to record for each sample of a batch that could not be built.
-
-    If the samples have keys, a :class:`BadSample` without a key is about all of them.
-    """
+    """Return the error to record for each sample of a batch that could not be built."""
     if error.original is error and not error.key and named:
-        return error
+        return error  # a BadSample without a key is about all samples
     detail = f"{error.detail} (which sample of the batch is at fault is not known)"
     return BadSample(detail, reason="collate_failed", stage="collate")

@@ -93,11 +93,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         return self.load_sample(idx).to_dict()
 
     def load_sample(self, idx: int) -> Sample:
-        """Encode one sample.
-
-        Raises:
-            BadSample: it cannot be encoded, or is too long.
-        """
+        """Encode one sample; BadSample if it cannot be encoded, or is too long."""
         key, example = self.read(idx)
         if example is None:
             raise ConfigError(
@@ -217,12 +213,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
 
 
 def run_hook(hook: Callable[[dict[str, Any], Any], T], result: dict[str, Any], processor: Processor) -> T:
-    """Return what a user's hook makes of a processor's tensors.
-
-    Raises:
-        BadSample: the hook rejects the sample.
-        ConfigError: it failed in another way, or returns no ``input_ids``.
-    """
+    """Return what a user's hook makes of the tensors; ConfigError if it fails or returns no ``input_ids``."""
     try:
         changed = hook(result, processor)
     except BadSample:

@@ -96,11 +96,7 @@ class LoadedMedia:
     audios: list[tuple[np.ndarray, int]]
 
     def sizes(self, order: Iterable[MediaKind] | None = None) -> list[tuple[MediaKind, MediaSize]]:
-        """Kind and size of each media item.
-
-        Args:
-            order: the kinds as the text mentions them; None for all images, then videos, then audio clips.
-        """
+        """Kind and size of each media item: kinds in ``order``, or all images, then videos, then audio."""
         sizes: dict[MediaKind, Iterator[MediaSize]] = {
             "image": ((image.height, image.width) for image in self.images),
             "video": (_info_of(video) for video in self.videos),
@@ -226,11 +222,7 @@ class Family:
         return [(encoder.placeholders[kind], tokens)]
 
     def pieces_together(self, encoder: Encoder, sizes: Sizes) -> list[Pieces]:
-        """:meth:`pieces` of each media item of one sample; overridden where they depend on each other.
-
-        Raises:
-            ValueError: the processor rejects them.
-        """
+        """:meth:`pieces` of each media item of one sample; overridden where they depend on each other."""
         images = sum(kind == "image" for kind, _ in sizes)
         return [self.pieces(encoder, kind, size, images) for kind, size in sizes]
 
@@ -241,11 +233,9 @@ class Family:
     # --- how a conversation is checked and rendered ------------------------------------------------------
 
     def check(self, conversation: Conversation) -> None:
-        """Raise for a conversation that the family cannot take, before anything is loaded.
+        """Raise BadSample for a conversation that the family cannot take, before anything is loaded.
 
-        Raises:
-            BadSample: it has a media item of a kind that the family does not take, or is empty.
-            ConfigError: it has a media item for which the installed transformers is too old.
+        A media item for which the installed transformers is too old raises ConfigError.
         """
         if not conversation.messages:
             raise self.bad("a conversation without turns", conversation, "empty_conversation")
@@ -283,11 +273,7 @@ class Family:
     # --- how the processor is called ---------------------------------------------------------------------
 
     def load(self, encoder: Encoder, refs: Iterable[MediaRef]) -> LoadedMedia:
-        """Decode the media of one conversation.
-
-        Raises:
-            BadSample: a media item cannot be loaded, or an audio clip is too short for the family.
-        """
+        """Decode the media of one conversation; BadSample if one cannot be loaded or audio is too short."""
         loaded = LoadedMedia([], [], [])
         for ref in refs:
             if ref.kind == "image":
@@ -373,11 +359,7 @@ class Family:
         }
 
     def sort_output(self, encoded: Encoded, output: Mapping[str, Any]) -> None:
-        """Put what the processor returned into ``encoded``: tensors per token, and media tensors.
-
-        Raises:
-            ConfigError: the layout does not declare one of them.
-        """
+        """Put the processor's tensors into ``encoded``; ConfigError for one that the layout lacks."""
         for key, value in output.items():
             if key in TOKEN_KEYS:
                 encoded.tokens[key] = value[0]
@@ -422,17 +404,11 @@ def processor_errors(key: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the processor makes of a placeholder media item.
+    """What the processor makes of a placeholder media item."""
 
-    Attributes:
-        tokens: its content tokens.
-        patches: its rows in a tensor of patches; 0 if there is no such tensor.
-        pieces: what the processor writes in place of its placeholder.
-    """
-
-    tokens: int
-    patches: int
-    pieces: Pieces
+    tokens: int  # of its content
+    patches: int  # rows in a tensor of patches; 0 if there is no such tensor
+    pieces: Pieces  # what the processor writes in place of its placeholder
 
 
 class Encoder(ChatProcessor):
@@ -466,11 +442,7 @@ class Encoder(ChatProcessor):
         return next((str(token) for token in tokens if token is not None), None)
 
     def token(self, name: str) -> str:
-        """:meth:`find_token`.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """:meth:`find_token`; ConfigError if there is none."""
         token = self.find_token(name)
         if token is None:
             raise ConfigError(f"{type(self.processor).__name__} has no {name}, and neither has its tokenizer")
@@ -501,11 +473,7 @@ class Encoder(ChatProcessor):
         return None if tokenizer is None else (Encoder(processor, self.family), tokenizer)
 
     def check_template(self) -> None:
-        """Raise if a processor that is made for chat templates has none.
-
-        Raises:
-            ConfigError: no sample could be rendered.
-        """
+        """Raise ConfigError if a processor that is made for chat templates has none."""
         processor = self.processor
         if not self.family.chats or not hasattr(processor, "chat_template"):
             return  # one without the attribute renders in another way
@@ -524,11 +492,7 @@ class Encoder(ChatProcessor):
         return self.family.render(self, turns)
 
     def render_conversation(self, conversation: Conversation) -> str:
-        """:meth:`render` of a conversation.
-
-        Raises:
-            BadSample: the chat template rejects it.
-        """
+        """:meth:`render` of a conversation; BadSample if the chat template rejects it."""
         try:
             return self.render(self.family.turns(conversation))
         except template_errors() as error:
@@ -536,11 +500,7 @@ class Encoder(ChatProcessor):
             raise self.family.bad(what, conversation, "wrong_format") from error
 
     def place_audio(self, example: Mapping[str, Any], key: str = "") -> Mapping[str, Any]:
-        """Return the example with its field ``audio`` made a part of the conversation.
-
-        Raises:
-            BadSample: see :func:`packhorse.formats.conversation.place_audio`.
-        """
+        """:func:`packhorse.formats.conversation.place_audio` with the family's placeholder."""
         if example.get("audio") is None:
             return example
         placeholders: list[str] = []
@@ -580,11 +540,7 @@ class Encoder(ChatProcessor):
     # --- media, from sizes alone -------------------------------------------------------------------------
 
     def size_of(self, ref: MediaRef) -> MediaSize:
-        """The size :meth:`media_tokens` takes, from the header alone: no pixel or sample is decoded.
-
-        Raises:
-            BadSample: :meth:`load` would raise, as far as the header shows.
-        """
+        """The size :meth:`media_tokens` takes, from the header alone: no pixel or sample is decoded."""
         sampling = self.video_sampling if ref.kind == "video" else _ALL_FRAMES
         size = size_of(ref, sampling, self.family.sampling_rate)
         if ref.kind == "audio":
@@ -600,26 +556,14 @@ class Encoder(ChatProcessor):
         return self.family.media_patches(self, kind, size, images_in_sample)
 
     def pieces_of(self, sizes: Sizes, key: str = "") -> list[Pieces]:
-        """What the processor writes for each media item of one sample; see :meth:`Family.pieces`.
-
-        Raises:
-            BadSample: the processor rejects them.
-        """
+        """:meth:`Family.pieces_together`; BadSample if the processor rejects the media."""
         with processor_errors(key):
             return self.family.pieces_together(self, sizes)
 
     def expand(self, text: str, sizes: Sizes, key: str = "") -> str:
         """A rendered text as the processor tokenises it, from the sizes of its media alone.
 
-        :meth:`tokenize` gives it the ids of :meth:`encode`.
-
-        Args:
-            text: the rendered conversation, with one placeholder per media item.
-            sizes: of its media.
-            key: of the sample, for the error.
-
-        Raises:
-            BadSample: the processor rejects the media, as :meth:`encode` would say.
+        :meth:`tokenize` gives it the ids of :meth:`encode`. Raises as :meth:`pieces_of`.
         """
         texts = [write_out(pieces) for pieces in self.pieces_of(sizes, key)]
         return fill_placeholders(text, self.placeholders, [kind for kind, _ in sizes], texts)
@@ -643,9 +587,6 @@ class Encoder(ChatProcessor):
 
         For processors whose arithmetic is unknown. Costs a call of the processor, and is right only if the
         number of tokens depends on the size alone.
-
-        Raises:
-            BadSample: the processor rejects it.
         """
         if (kind, size) not in self._probes:
             placeholder = placeholder_media(kind, size, self.family.sampling_rate)
@@ -680,15 +621,8 @@ class Encoder(ChatProcessor):
 
         They are what lies between the tokens that the conversation with the image and that without it have in
         common at their beginning and at their end. (A space that the template writes only before a text, or
-        that becomes one token with the image's own newlines, goes with them.)
-
-        Args:
-            ids: of the sample, without padding.
-            conversation: with the fake image, its first one.
-            sizes: of its media, in the order of the text.
-
-        Raises:
-            BadSample: the chat template rejects the conversation without the image.
+        that becomes one token with the image's own newlines, goes with them.) ``ids`` are without padding,
+        ``conversation`` has the fake image, its first one, and ``sizes`` are in the order of the text.
         """
         without = _without_first_image(conversation)
         text = self.render_conversation(without)
@@ -751,11 +685,7 @@ class Encoder(ChatProcessor):
             return output, None
 
     def labels(self, encoded: Encoded) -> torch.Tensor:
-        """Labels [S] of an encoded sample: the answers and their end-of-turn tokens, nothing else.
-
-        Raises:
-            CannotAlign: see :func:`packhorse.chat.supervised_tokens`.
-        """
+        """Labels [S] of an encoded sample: the answers and their end-of-turn tokens, nothing else."""
         import torch
 
         spans = self.family.answer_spans(self, encoded.turns, encoded.text)
@@ -768,11 +698,7 @@ class Encoder(ChatProcessor):
         return labels
 
     def label_sample(self, encoded: Encoded, key: str) -> Sample:
-        """Return the encoded sample with its labels.
-
-        Raises:
-            BadSample: its answers cannot be located in its tokens with certainty.
-        """
+        """Return the sample with its labels; BadSample if its answers are not located with certainty."""
         try:
             labels = self.labels(encoded)
         except CannotAlign as error:
@@ -809,13 +735,7 @@ class Encoder(ChatProcessor):
         return [sum(next(entries) for _ in range(n)) for n in self.rows(encoded, layout.rows_from)]
 
     def _check_media(self, encoded: Encoded, conversation: Conversation) -> None:
-        """Raise if a sample's media tensors or media tokens do not agree with its media.
-
-        Raises:
-            BadSample: the processor returned no tensor for a media item, or more or fewer media tokens than
-                the media need (if the family is exact).
-            ConfigError: axis 0 of a media tensor is not as long as the layout says.
-        """
+        """Raise if a sample's media tensors or media tokens do not agree with its media."""
         family = self.family
         returned = {kind for key in encoded.media for kind in family.layout[key].kinds}
         counts = Counter(kind for kind, _ in encoded.sizes)

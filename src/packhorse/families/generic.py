@@ -106,11 +106,7 @@ class TextOnly(Generic):
     caveats: ClassVar[tuple[str, ...]] = ()
 
     def check(self, conversation: Conversation) -> None:
-        """Raise if there are media: a tokenizer would write their placeholders and drop their content.
-
-        Raises:
-            ConfigError: there are.
-        """
+        """Raise if there are media: a tokenizer would write their placeholders and drop their content."""
         if conversation.media:
             row = f"row {conversation.key}" if conversation.key else "a row"
             raise ConfigError(
@@ -123,11 +119,7 @@ class TextOnly(Generic):
 def _layout_of(
     key: str, value: Any, output: Mapping[str, Any], counts: Mapping[MediaKind, int], length: int
 ) -> TensorLayout:
-    """The layout of a tensor: patches with a grid, or one entry per media item of one kind.
-
-    Raises:
-        ConfigError: it is neither with certainty.
-    """
+    """The layout of a tensor: patches with a grid, or one entry per item of one kind; else ConfigError."""
     shape = tuple(getattr(value, "shape", ()))
     for rows, grid, kind in _GRIDS:
         if key == rows and grid in output and len(output[grid]) == counts.get(kind):

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import Pieces, Sizes, check_equal_frames
+from packhorse.families.media_sizes import Pieces, Sizes, check_equal_frames, nearest_tiles
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _PATCHES_PER_TOKEN = 4  # pixel shuffle halves both sides; the processor does not know it
@@ -58,22 +58,9 @@ class InternVL(Family):
         if kind == "video":
             return int(size.total_frames)
         owner = encoder.processor.image_processor
-        height, width = size
         tile = owner.size["height"] * owner.size["width"]
-        columns, rows = _canvas(height, width, tile, owner.min_patches, owner.max_patches)
+        columns, rows = nearest_tiles(*size, tile, _arrangements(owner.min_patches, owner.max_patches))
         return columns * rows + (columns * rows > 1)
-
-
-@lru_cache(maxsize=4096)
-def _canvas(height: int, width: int, tile: int, least: int, most: int) -> tuple[int, int]:
-    """The arrangement of tiles whose shape is nearest; of equals the larger, while it is not half empty."""
-    best, nearest = (1, 1), float("inf")
-    for across, down in _arrangements(least, most):
-        distance = abs(width / height - across / down)
-        enough = distance == nearest and height * width > 0.5 * tile * across * down
-        if distance < nearest or enough:
-            best, nearest = (across, down), distance
-    return best
 
 
 @lru_cache

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from packhorse.media import (
@@ -49,15 +50,9 @@ def frame_times(info: VideoInfo) -> list[float]:
 
 
 def size_of(ref: MediaRef, sampling: VideoSampling, sampling_rate: int) -> MediaSize:
-    """The size of a media item as the family is fed it, from its header.
+    """The size of a media item from its header, after sampling frames and resampling audio.
 
-    Args:
-        ref: the media item.
-        sampling: how many frames of a video are taken.
-        sampling_rate: the rate to which audio is resampled.
-
-    Raises:
-        BadSample: the media item is missing, broken or too large to be decoded, or its options make no sense.
+    Raises BadSample if the item is missing, broken or too large to be decoded, or its options make no sense.
     """
     if ref.kind == "video":
         return _video_size(ref, sampling)
@@ -88,15 +83,25 @@ def _video_size(ref: MediaRef, sampling: VideoSampling) -> VideoInfo:
 
 
 def check_equal_frames(sizes: Sizes) -> None:
-    """Reject videos of different numbers of frames, for processors that make one tensor of them.
-
-    Raises:
-        ValueError: as the processor does.
-    """
+    """Raise ValueError, as processors that make one tensor of videos do, if they differ in frames."""
     numbers = sorted({size.total_frames for _, size in sizes if isinstance(size, VideoInfo)})
     if len(numbers) > 1:
         found = ", ".join(map(str, numbers))
         raise ValueError(f"videos of {found} frames in one sample, expected the same number for each")
+
+
+@lru_cache(maxsize=4096)
+def nearest_tiles(
+    height: int, width: int, tile: int, arrangements: tuple[tuple[int, int], ...]
+) -> tuple[int, int]:
+    """The arrangement of tiles whose shape is nearest; of equals the larger, while it is not half empty."""
+    best, nearest = (1, 1), float("inf")
+    for across, down in arrangements:
+        distance = abs(width / height - across / down)
+        enough = distance == nearest and height * width > 0.5 * tile * across * down
+        if distance < nearest or enough:
+            best, nearest = (across, down), distance
+    return best
 
 
 # --- the text of media ------------------------------------------------------------------------------------
@@ -130,10 +135,8 @@ def shorten(pieces: Pieces, whole_tokens: Container[str]) -> tuple[str, int]:
     >>> shorten([("<img>", 1), ("<pad>", 3), ("</img>", 1)], {"<img>", "<pad>", "</img>"})
     ('<img><pad></img>', 2)
 
-    Args:
-        pieces: what the processor writes.
-        whole_tokens: texts that the tokenizer makes one token of, whatever their neighbours
-            (:func:`packhorse.chat.special_tokens`); no other is shortened.
+    Only ``whole_tokens`` are shortened: texts that the tokenizer makes one token of, whatever their
+    neighbours (:func:`packhorse.chat.special_tokens`).
     """
     texts, omitted = [], 0
     for text, times in pieces:
@@ -157,11 +160,7 @@ def fill_placeholders(
     >>> fill_placeholders("a <i> b <v> c <i>", places, ("image", "image", "video"), "123")
     'a 1 b 3 c 2'
 
-    Args:
-        text: one placeholder per media item.
-        placeholders: of each kind; a kind that has none is not written.
-        kinds: of each media item, in the order of the conversation.
-        texts: of each media item, in the same order.
+    ``kinds`` and ``texts`` are in the order of the conversation; a kind without a placeholder is not written.
     """
     waiting: dict[str, list[str]] = {}
     for kind, written in zip(kinds, texts, strict=True):

@@ -80,11 +80,7 @@ def is_unchecked(model: object) -> bool:
 
 
 def unwrap(model: object) -> Any:
-    """The model of transformers inside PEFT, DDP, FSDP, DeepSpeed and ``torch.compile``.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the model inside PEFT, DDP, FSDP, DeepSpeed and ``torch.compile``; ConfigError if none."""
     inner: Any = model
     while not _is_model(inner):
         if callable(getattr(inner, "get_base_model", None)):  # PEFT
@@ -117,16 +113,9 @@ def models_in(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def resolve_model(model: object) -> tuple[Any | None, Any]:
-    """A model (None if only a config is known) and its config, from any form in which one can be given.
-
-    Args:
-        model: a model, its config, or the folder or hub name of one.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+    """Return a model (None if only a config is known) and its config; :data:`EXPECTED` says what to give."""
     if isinstance(model, str | os.PathLike):
-        return None, _trained_part(open_config(os.fspath(model)))
+        model = open_config(os.fspath(model))
     if model is None or isinstance(model, type):
         given = "None" if model is None else f"the class {model.__name__}, not an object of it"
         raise ConfigError(
@@ -134,21 +123,13 @@ def resolve_model(model: object) -> tuple[Any | None, Any]:
             "AutoModelForImageTextToText.from_pretrained(…)"
         )
     if callable(getattr(model, "get_text_config", None)):
-        return None, getattr(model, "thinker_config", model)
+        return None, getattr(model, "thinker_config", model)  # as in unwrap
     inner = unwrap(model)
     return inner, inner.config
 
 
-def _trained_part(config: ModelConfig) -> Any:
-    return getattr(config, "thinker_config", config)  # as in unwrap
-
-
 def open_config(name: str, trust_remote_code: bool = False) -> Any:
-    """The config of a model in a folder or on the hub.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the config of a model in a folder or on the hub; ConfigError if there is none."""
     transformers: Any = require("transformers", "train")
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise ConfigError(f"model {name}: no config there (config.json is missing). Expected {EXPECTED}")
@@ -163,16 +144,9 @@ def open_config(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise at once if a folder or hub name cannot be found.
+    """Raise ConfigError at once if the folder or hub name of a model or processor cannot be found.
 
     Without a network the hub's client retries for half a minute per file, so the hub is tried once before it.
-
-    Args:
-        what: ``"model"`` or ``"processor"``, for the message.
-        name: a folder, or a name on the hub.
-
-    Raises:
-        ConfigError: there is no such folder, and the text is no name or the hub cannot be reached.
     """
     if os.path.isdir(name):
         return
@@ -181,7 +155,8 @@ def check_name(what: str, name: str) -> None:
     if name.split() != [name] or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"{what} {name or repr(name)}: no such folder. Expected a folder or hub name")
     hub: Any = require("huggingface_hub", "train")
-    if _is_cached(hub, name):
+    cached = os.path.join(hub.constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
+    if os.path.isdir(cached):
         return
     if hub.constants.HF_HUB_OFFLINE or not _hub_answers(f"{hub.constants.ENDPOINT}/{name}"):
         why = "HF_HUB_OFFLINE is set" if hub.constants.HF_HUB_OFFLINE else "the hub cannot be reached"
@@ -190,11 +165,6 @@ def check_name(what: str, name: str) -> None:
             f"folder of a {what}, or download it where there is a network: hf download {name}"
         )
     logger.info("%s %s: no such folder in %s, so it is read from the hub", what, name, os.getcwd())
-
-
-def _is_cached(hub: Any, name: str) -> bool:
-    folder = f"models--{name.replace('/', '--')}"
-    return os.path.isdir(os.path.join(hub.constants.HF_HUB_CACHE, folder, "snapshots"))
 
 
 def _hub_answers(address: str) -> bool:
@@ -227,11 +197,7 @@ def model_classes(config: ModelConfig) -> tuple[type, ...]:
 
 
 def text_config(config: ModelConfig) -> Any:
-    """The part of a config that describes the decoder.
-
-    Raises:
-        ConfigError: it has several.
-    """
+    """Return the part of a config that describes the decoder; ConfigError if it has several."""
     try:
         return config.get_text_config()
     except ValueError as error:
@@ -247,11 +213,7 @@ def media_parts(config: ModelConfig) -> tuple[str, ...]:
 
 
 def unproven_layers(config: ModelConfig) -> tuple[str, ...]:
-    """Layers of a decoder whose kind is not proven to keep documents apart, as ``"layer 0 (conv)"``.
-
-    Args:
-        config: of the decoder. The first layer of each kind is named.
-    """
+    """Name the first decoder layer of each kind not proven to keep documents apart: ``"layer 0 (conv)"``."""
     first: dict[str, int] = {}
     for name in _LAYER_LISTS:
         for number, kind in enumerate(getattr(config, name, None) or ()):
@@ -272,7 +234,16 @@ def packing_problems(model: object) -> tuple[str, ...]:
     Raises:
         ConfigError: it is no model.
     """
-    return known_problems(model) or tuple(_unproven(resolve_model(model)[1]))
+    if problems := known_problems(model):
+        return problems
+    config = resolve_model(model)[1]
+    types = dict.fromkeys((config.model_type, text_config(config).model_type))
+    return tuple(
+        f"no test proves that model type {name!r} keeps the documents of a row apart; packhorse "
+        f'parity --model measures it, and model="{UNCHECKED}" goes without this check'
+        for name in types
+        if name not in PACKABLE
+    )
 
 
 def known_problems(model: object) -> tuple[str, ...]:
@@ -281,26 +252,8 @@ def known_problems(model: object) -> tuple[str, ...]:
     return (*_problems(inner, config), *_problems_of_adapters(model))
 
 
-def _unproven(config: ModelConfig) -> Iterator[str]:
-    types = dict.fromkeys((config.model_type, text_config(config).model_type))
-    for name in types:
-        if name not in PACKABLE:
-            yield (
-                f"no test proves that model type {name!r} keeps the documents of a row apart; packhorse "
-                f'parity --model measures it, and model="{UNCHECKED}" goes without this check'
-            )
-
-
 def check_packable(model: object, *, measured: bool = False) -> None:
-    """Raise if a model cannot be trained on packed rows.
-
-    Args:
-        model: as for :func:`packing_problems`.
-        measured: whether the caller measures it, so that a model type without a test is no objection.
-
-    Raises:
-        ConfigError: see :func:`packing_problems`.
-    """
+    """Raise ConfigError if a model has :func:`packing_problems`; ``measured``: its type needs no test."""
     problems = known_problems(model) if measured else packing_problems(model)
     if problems:
         raise packing_error(problems)
@@ -311,12 +264,6 @@ def check_router_loss(config: ModelConfig | None) -> None:
 
     transformers computes it from the 2-D attention mask. It raises for the 4-D mask of packs; without a mask
     it counts padding and placeholders as tokens. A loss that is computed from logits does not have it at all.
-
-    Args:
-        config: the model's; None where it is not known.
-
-    Raises:
-        ConfigError: ``output_router_logits`` is set.
     """
     text = config if config is None else getattr(config, "get_text_config", lambda: config)()
     if getattr(text, "output_router_logits", False):
@@ -383,14 +330,7 @@ def _problems_of_adapters(model: object) -> Iterator[str]:
 
 
 def weightless_model(config: ModelConfig) -> Any | None:
-    """A model of a config without weights (on the ``meta`` device), for what its class computes from it.
-
-    Returns:
-        None where transformers has no class with mRoPE for the config.
-
-    Raises:
-        ConfigError: it cannot be built.
-    """
+    """Build a model with mRoPE without weights (on ``meta``); None if transformers has no such class."""
     import torch
 
     found = (one for one in model_classes(config) if callable(getattr(one, "get_rope_index", None)))
@@ -439,15 +379,7 @@ def make_honour_shift_labels(model: object) -> None:
 
 
 def check_shift_labels(model: object) -> None:
-    """Raise if ``model(**batch).loss`` would shift the labels of a batch a second time.
-
-    Args:
-        model: a model of transformers, also inside a wrapper; or the config of one, for which the class that
-            transformers has for it is looked at.
-
-    Raises:
-        ConfigError: naming the class, and what to do.
-    """
+    """Raise ConfigError if ``model(**batch).loss`` would shift the labels of a batch a second time."""
     inner, config = resolve_model(model)
     kind = type(inner) if inner is not None else next(iter(model_classes(config)), None)
     # Encoder-decoder models do not shift labels at all, and other classes may compute any loss they like.
@@ -507,13 +439,9 @@ def _with_loss(module: Any, arguments: Any, options: dict[str, Any], output: Any
         tensors = [part for part in output if isinstance(part, torch.Tensor)]
         logits = next(part for part in tensors if part.dim())
         auxiliary = next((part for part in tensors if not part.dim()), None)
-    loss = require("transformers.loss.loss_utils", "train").ForCausalLMLoss(
-        logits,
-        None,
-        logits.shape[-1],
-        num_items_in_batch=options.get("num_items_in_batch"),
-        shift_labels=labels,
-    )
+    causal_loss = require("transformers.loss.loss_utils", "train").ForCausalLMLoss
+    items = options.get("num_items_in_batch")
+    loss = causal_loss(logits, None, logits.shape[-1], num_items_in_batch=items, shift_labels=labels)
     if auxiliary is not None:
         loss = loss + text_config(module.config).router_aux_loss_coef * auxiliary
     return type(output)(**{**output, "loss": loss}) if whole else (loss, *output)
@@ -523,20 +451,12 @@ def _with_loss(module: Any, arguments: Any, options: dict[str, Any], output: Any
 
 
 def as_processor(processor: Processor | str | os.PathLike[str] | None) -> Any:
-    """The processor itself, opened if its path or hub name was given.
-
-    Raises:
-        ConfigError: there is none, or it cannot be opened.
-    """
+    """Return the processor, opened if its path or hub name was given (see :func:`open_processor`)."""
     return open_processor(os.fspath(processor)) if isinstance(processor, str | os.PathLike) else processor
 
 
 def as_whole_processor(processor: Processor | str | os.PathLike[str] | None) -> Any:
-    """As :func:`as_processor`, for what encodes samples.
-
-    Raises:
-        ConfigError: also if it is something else than a processor or tokenizer: a part of one, a class, None.
-    """
+    """As :func:`as_processor`; ConfigError for a part of a processor, a class or None."""
     processor = as_processor(processor)
     speaks = any(hasattr(processor, name) for name in ("tokenizer", "apply_chat_template"))
     if isinstance(processor, type) or not callable(processor) or not (speaks or is_tokenizer(processor)):
@@ -596,15 +516,7 @@ def is_at_least(least: str) -> bool:
 
 
 def check_transformers(what: str, least: str) -> None:
-    """Raise if the installed transformers is older than something needs.
-
-    Args:
-        what: needs it, for the message: ``"kimi_k25"``.
-        least: the oldest version that it works with.
-
-    Raises:
-        ConfigError: naming both versions and the line that installs the newer one.
-    """
+    """Raise ConfigError if the installed transformers is older than ``what`` needs."""
     if not is_at_least(least):
         raise ConfigError(
             f"{what} needs transformers {least} or newer, and {installed_transformers()} is installed: "

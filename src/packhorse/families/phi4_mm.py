@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from packhorse.families.encoder import Encoder, Family, LoadedMedia
+from packhorse.families.media_sizes import nearest_tiles
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _GLOBAL_TOKENS = 256 + 16 + 1  # the whole image with its row ends, and one between it and the crops
@@ -92,19 +93,9 @@ def _half_patches(height: int, width: int, side: int, patch: int, most: int) -> 
 def _crops(height: int, width: int, side: int, most: int) -> tuple[int, int]:
     """Crops across and down: as many as the image has, or as its shape needs where those are too many."""
     across, down = math.ceil(width / side), math.ceil(height / side)
-    return (across, down) if across * down <= most else _nearest(height, width, side, most)
-
-
-@lru_cache(maxsize=4096)
-def _nearest(height: int, width: int, side: int, most: int) -> tuple[int, int]:
-    """Crops across and down whose shape is nearest to the image's; of equals see below."""
-    best, nearest = (1, 1), float("inf")
-    for across, down in _arrangements(most):
-        distance = abs(width / height - across / down)
-        enough = distance == nearest and height * width > 0.5 * side * side * across * down
-        if distance < nearest or enough:
-            best, nearest = (across, down), distance
-    return best
+    if across * down <= most:
+        return across, down
+    return nearest_tiles(height, width, side**2, _arrangements(most))
 
 
 @lru_cache

@@ -111,18 +111,12 @@ def video_tokens(
     """Content tokens of a video, by the class of the video processor.
 
     ``Qwen3VLVideoProcessor`` gives all frames together one budget of pixels; ``Qwen2VLVideoProcessor``, which
-    AutoProcessor also builds for Qwen3-Omni, gives it to each frame.
-
-    Args:
-        video_processor: of the family's processor.
-        info: the frames that are fed.
-        budget: least and most pixels; None for the video processor's own.
+    AutoProcessor also builds for Qwen3-Omni, gives it to each frame. ``budget`` replaces the least and most
+    pixels of the video processor.
     """
     low, high = budget or pixel_budget(video_processor)
-    factor, patch = (
-        video_processor.patch_size * video_processor.merge_size,
-        video_processor.temporal_patch_size,
-    )
+    factor = video_processor.patch_size * video_processor.merge_size
+    patch = video_processor.temporal_patch_size
     frames, capped = info.total_frames, getattr(video_processor, "cap_pixels_per_frame", None)
     if any(base.__name__ == "Qwen3VLVideoProcessor" for base in type(video_processor).__mro__):
         if capped:
@@ -238,10 +232,7 @@ def _is_plain(name: str, value: object) -> bool:
 class WeightlessRopeIndex:
     """A model class's ``get_rope_index``, called on an object with the model's config and settings alone.
 
-    Args:
-        model_class: has the method.
-        config: of the model.
-        settings: numbers and words that the model keeps as attributes and the method reads.
+    Settings are numbers and words that the model keeps as attributes and the method reads.
     """
 
     def __init__(

@@ -239,12 +239,7 @@ class ColumnsBuilder:
         self.images, self.videos = _MediaBuilder(2), _MediaBuilder(3)
 
     def add(self, example: Mapping[str, Any], seen: Outline | None = None) -> None:
-        """Add the next row.
-
-        Args:
-            example: in the documented format.
-            seen: its text and media, if the caller has counted them.
-        """
+        """Add the next row; ``seen`` is its text and media, if the caller has counted them."""
         text, media = example.get("_text_tokens"), example.get("_media_tokens")
         seen = outline(example) if seen is None else seen
         meta = {} if media is not None else example.get("mm_inputs_meta") or {}
@@ -384,11 +379,7 @@ def estimate_video_tokens(vid_meta: Any, video_cfg: Geometry | None) -> int:
 
 
 def image_tokens(height: int, width: int, image_cfg: Geometry) -> int:
-    """Return the tokens of an image of this size.
-
-    Raises:
-        ValueError: the processors reject it: one side is more than 200 times the other.
-    """
+    """Return the tokens of an image; ValueError, as in processors, if a side is over 200 times the other."""
     factor: int = image_cfg["factor"]
     rows, columns = resize_image(height, width, factor, image_cfg["min_pixels"], image_cfg["max_pixels"])
     return (rows // factor) * (columns // factor)

@@ -214,11 +214,7 @@ class Source:
         return self.selection.key(self.config.name, position)
 
     def convert(self, row: Row | BadSample, key: str, ledger: Ledger) -> dict[str, Any]:
-        """Return the example that a row becomes.
-
-        Raises:
-            BadSample: it cannot be read, or is no conversation.
-        """
+        """Return the example that a row becomes; BadSample if it is unreadable or no conversation."""
         if isinstance(row, BadSample):
             raise row.with_key(key)
         return convert_row(row, self.config.rules, key=key, dataset=self.config.name, record=ledger.record)
@@ -255,9 +251,8 @@ class MetaDataset(Sequence[dict[str, Any]]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         source, position = self._find(index)
-        key = source.selection.key(source.config.name, position)
         row = next(source.file.read([source.selection.row(position)]))
-        return source.convert(row, key, self.ledger)
+        return source.convert(row, source.key(position), self.ledger)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for source in self._sources:
@@ -427,11 +422,7 @@ class _Loaded:
 
 
 class RowKeys:
-    """Keys of the examples of a loaded list, from which rows may have been dropped.
-
-    Attributes:
-        mixture: what the list was loaded from.
-    """
+    """Keys of the examples of a list loaded from ``mixture``, from which rows may have been dropped."""
 
     def __init__(self, mixture: MetaDataset, skipped: Sequence[Sequence[int]]) -> None:
         self.mixture = mixture

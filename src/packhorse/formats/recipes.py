@@ -45,7 +45,7 @@ logger = getLogger("packhorse.datasets")
 
 _IMAGE_TAG = re.compile(r"<image\s*>", re.IGNORECASE)
 _SPEAKERS = {"human": "user", "gpt": "assistant"}
-_ROLES = ("system", "user", "assistant")
+_ROLES = {role: role for role in ("system", "user", "assistant")}
 TULU3, MAGICODER = "allenai/tulu-3-sft-mixture", "ise-uiuc/Magicoder-OSS-Instruct-75K"
 _TULU3_SHARE = 0.8  # of the text mix; the rest is Magicoder
 _CATEGORY_QUESTION = "Which taxonomy category does this product belong to? Give its full path."
@@ -198,7 +198,8 @@ class _Unimm:
     dataset: str
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        turns = _spoken_turns(_parsed_json(row["conversation"], "conversation", list), self.dataset)
+        said = _parsed_json(row["conversation"], "conversation", list)
+        turns = _known_turns(said, self.dataset, "from", "value", _SPEAKERS)
         image = _image(row, "image")
         return {"conversation": [_unimm_turn(role, text, image) for role, text in turns]}
 
@@ -240,7 +241,8 @@ class _Llava:
     media_dir: str | None
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        turns = _spoken_turns(_list_of_turns(row["conversations"], "conversations"), self.dataset)
+        said = _list_of_turns(row["conversations"], "conversations")
+        turns = _known_turns(said, self.dataset, "from", "value", _SPEAKERS)
         source: Any = row.get("image")
         several = isinstance(source, list)
         images: list[Any] = source if several else [source] * (source is not None)
@@ -301,16 +303,9 @@ class _Tulu3:
     dataset: str
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        turns = []
-        for turn in _list_of_turns(row["messages"], "messages"):
-            role, text = _role_and_text(turn, "role", "content")
-            if role in _ROLES:
-                turns.append(_text_turn(role, text))
-            else:
-                _record_skipped_turn(self.dataset, role)
-        if not turns:
-            raise _no_turns()
-        return {"conversation": turns}
+        messages = _list_of_turns(row["messages"], "messages")
+        turns = _known_turns(messages, self.dataset, "role", "content", _ROLES)
+        return {"conversation": [_text_turn(role, text) for role, text in turns]}
 
 
 def make_tulu3_magicoder_text_mix_dataset(
@@ -418,21 +413,19 @@ def _why_unusable(messages: object, max_turns: int) -> tuple[Reason, str] | None
 # --- turns ------------------------------------------------------------------------------------------------
 
 
-def _spoken_turns(turns: Sequence[Any], dataset: str) -> list[tuple[str, str]]:
-    """Role and text of turns with ``from`` and ``value``; turns of other speakers are skipped and recorded.
-
-    Raises:
-        BadSample: a turn has not both, or none is left.
-    """
+def _known_turns(
+    turns: Sequence[Any], dataset: str, role: str, content: str, roles: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """Role and text of turns; turns of other speakers than ``roles`` are skipped and recorded."""
     found = []
     for turn in turns:
-        speaker, text = _role_and_text(turn, "from", "value")
-        if speaker in _SPEAKERS:
-            found.append((_SPEAKERS[speaker], text))
+        speaker, text = _role_and_text(turn, role, content)
+        if speaker in roles:
+            found.append((roles[speaker], text))
         else:
-            _record_skipped_turn(dataset, speaker)
+            _record_unnamed(dataset, "unknown_role", f"turn of role {speaker!r:.40} skipped")
     if not found:
-        raise _no_turns()
+        raise BadSample("no usable turn", reason="empty_conversation", stage="convert")
     return found
 
 
@@ -465,10 +458,6 @@ def _tagged_parts(text: str, next_image: Callable[[], Any]) -> list[dict[str, An
         if piece.strip():
             parts.append({"type": "text", "text": piece.strip()})
     return parts
-
-
-def _record_skipped_turn(dataset: str, role: str) -> None:
-    _record_unnamed(dataset, "unknown_role", f"turn of role {role!r:.40} skipped")
 
 
 def _record_unnamed(dataset: str, reason: Reason, detail: str) -> None:
@@ -607,10 +596,6 @@ def _parsed_json(text: object, column: str, wanted: type) -> Any:
 
 def _kind(value: object) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
-
-
-def _no_turns() -> BadSample:
-    return BadSample("no usable turn", reason="empty_conversation", stage="convert")
 
 
 def _missing(column: str) -> BadSample:
