@@ -13,7 +13,7 @@ GIVEN = {"input_ids": torch.tensor([[1, 2]]), "attention_mask": torch.tensor([[1
 
 @pytest.mark.parametrize("made", [None, {"attention_mask": GIVEN["attention_mask"]}, [1, 2]])
 def test_a_hook_that_forgets_to_give_the_sample_back_stops_the_run(made: Any) -> None:
-    with pytest.raises(ConfigError, match=f"gave back a {type(made).__name__} without input_ids") as found:
+    with pytest.raises(ConfigError, match=f"returned a {type(made).__name__} without input_ids") as found:
         run_hook(lambda result, processor: made, dict(GIVEN), None)
     assert not is_data_error(found.value)
 
