@@ -312,7 +312,7 @@ def failing(rank: int, whole: Any, batch: dict[str, Any], data: Data) -> dict[st
         pipeline.step(prepared)
     except RuntimeError as error:
         left = [name for name, value in vars(part).items() if name.startswith("_vlm_") and value is not None]
-        return {"error": str(error), "left": left, "schedules": len(pipeline._built)}
+        return {"error": str(error), "left": left, "schedules": len(pipeline._schedules)}
     return {"error": None}
 
 
