@@ -6,7 +6,7 @@ Each field is the argument of the same name of the function or class that ``buil
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from packhorse.formats import recipes
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 
 
+def _settings(config: Any) -> dict[str, Any]:
+    """Return the fields of a config; ``dataclasses.asdict`` would copy hooks and datasets."""
+    return {field.name: getattr(config, field.name) for field in fields(config)}
+
+
 class _RecipeConfig:
     """Settings of a recipe of :mod:`packhorse.formats.recipes`."""
 
@@ -28,7 +33,7 @@ class _RecipeConfig:
 
     def build(self) -> Dataset:
         """Load the dataset."""
-        dataset: Dataset = type(self).recipe(**asdict(self))  # type: ignore[call-overload]
+        dataset: Dataset = type(self).recipe(**_settings(self))
         return dataset
 
 
@@ -148,4 +153,4 @@ class PreTokenizedDatasetWrapperConfig:
         """Wrap a dataset of examples; nothing is encoded yet."""
         from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 
-        return PreTokenizedDatasetWrapper(dataset, processor, **asdict(self))
+        return PreTokenizedDatasetWrapper(dataset, processor, **_settings(self))

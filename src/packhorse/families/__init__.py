@@ -8,7 +8,7 @@ from packhorse.chat import Processor, is_tokenizer
 from packhorse.families.encoder import Encoded, Encoder, Family, LoadedMedia
 from packhorse.families.gemma3 import Gemma3
 from packhorse.families.gemma4 import Gemma4
-from packhorse.families.generic import Generic, TextOnly, warn_unlisted
+from packhorse.families.generic import Generic, TextOnly, generic_for
 from packhorse.families.internvl import InternVL
 from packhorse.families.kimi_k25 import KimiK25, KimiK25Remote
 from packhorse.families.kimi_vl import KimiVL
@@ -66,5 +66,4 @@ def family_of(processor: Processor) -> Family:
                     return family
     if is_tokenizer(processor):
         return TextOnly()
-    warn_unlisted(type(processor).__name__)
-    return Generic()
+    return generic_for(type(processor))

@@ -152,10 +152,14 @@ def _as_text(content: Any) -> Any:
 
 
 @cache
-def warn_unlisted(class_name: str) -> None:
-    """Warn once for each processor class about what is not exact."""
+def generic_for(processor_class: type) -> Generic:
+    """Return the generic family of a processor class, and warn at the first call about what is not exact.
+
+    One per class, because collating has to know the layouts of the tensors that encoding has seen.
+    """
     logger.warning(
         "%s is no processor that Packhorse knows, so it is encoded from its template and call alone: %s",
-        class_name,
+        processor_class.__name__,
         "; ".join(Generic.caveats),
     )
+    return Generic()

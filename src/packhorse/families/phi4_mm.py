@@ -16,7 +16,7 @@ _LEAST_SIDE = 10
 
 
 class Phi4MM(Family):
-    """An image is an image of the whole and crops of 448 pixels; audio is a flat list of clips."""
+    """An image becomes the whole image, resized, and crops of 448 pixels; audio is a flat list of clips."""
 
     name = "phi4_mm"
     processor_classes: ClassVar[tuple[str, ...]] = ("Phi4MultimodalProcessor", "Phi4MMProcessor")

@@ -523,8 +523,8 @@ def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
             require_driver(media_dir)
     elif media_dir is not None and not os.path.isdir(media_dir):
         logger.warning(
-            "%s: media_dir %s is not a folder (nor is it one next to the meta file): every media item with a "
-            "relative path will be missing, and its row dropped or replaced as missing_media",
+            "%s: media_dir %s is not a folder (nor is there one in the working directory): every media item "
+            "with a relative path will be missing, and its row dropped or replaced as missing_media",
             config.name,
             media_dir,
         )

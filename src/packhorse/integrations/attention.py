@@ -347,8 +347,14 @@ def unsupported_features(info: AttentionInfo, backend: str, longest: int | None 
             kernel and info.capability is not None and info.capability < _AMPERE,
             "its kernel needs a GPU of compute capability 8.0 (Ampere) or later",
         ),
-        (kernel and head > _WIDEST_HEAD, f"its kernel has heads of up to {_WIDEST_HEAD}, the model {head}"),
-        ((varlen or flash) and info.bidirectional, "images of this model attend in both directions"),
+        (
+            kernel and head > _WIDEST_HEAD,
+            f"its heads have up to {_WIDEST_HEAD} dimensions, the model's {head}",
+        ),
+        (
+            (varlen or flash) and info.bidirectional,
+            "it is causal, and images of this model attend in both directions",
+        ),
         (backend in ("varlen", "sdpa") and info.sinks, "it has no attention sinks, which this model uses"),
         (backend in ("varlen", "sdpa") and info.softcap, "it has no cap on scores, which this model uses"),
         (

@@ -45,7 +45,8 @@ _OTHER_NAMES = {
     "pixel_dtype": ("dtype", "torch_dtype"),
     "num_workers": ("workers",),
     "prefetch_factor": ("prefetch",),
-    "multiprocessing_context": ("mp_context", "start_method"),
+    "multiprocessing_context": ("mp_context", "start", "start_method"),
+    "max_consecutive_bad": ("max_bad_in_a_row",),
     "pipeline_microbatches": ("pp_n_microbatches",),
 }
 _PATHS = ("data", "ledger_dir", "cache_dir")

@@ -22,7 +22,7 @@ from typing import IO
 
 from filelock import FileLock
 
-from packhorse.errors import FULL_DISK, ConfigError
+from packhorse.errors import ConfigError
 
 logger = getLogger(__name__)
 
@@ -115,7 +115,7 @@ def write_atomic(target: Path, write: Callable[[IO[bytes]], object], *, to_disk:
     except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-        if isinstance(error, OSError) and error.errno in FULL_DISK and error.filename is None:
+        if isinstance(error, OSError) and error.filename is None:
             error.filename = str(target)
         raise
 

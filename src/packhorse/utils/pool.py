@@ -314,7 +314,7 @@ class ProcessPool(Generic[T, R]):
 
     Args:
         work: what to apply. Pickled, unless workers are forked.
-        workers: number of processes.
+        num_workers: number of processes.
         multiprocessing_context: ``"fork"``, ``"spawn"`` or ``"forkserver"``; None for Python's default.
         retries: how often a task is retried after its worker died.
     """

@@ -120,7 +120,11 @@ _ALL = (
         "convert",
     ),
     Rule(
-        "unanswered_turn", "note", "the last turn is not an answer", "nothing is supervised of it", "convert"
+        "unanswered_turn",
+        "note",
+        "the last turn is not an answer",
+        "add the answer, or ignore it",
+        "convert",
     ),
     Rule("empty_turn", "warning", "a turn says nothing", "fill it, or delete the row", "convert"),
     Rule(
