@@ -220,7 +220,7 @@ def _missing_bytes(file: BinaryIO) -> int:
 
 
 def _mp3_length(file: BinaryIO) -> tuple[bool, int]:
-    """Return whether an MP3 has its number of frames in a Xing header, and how many bytes it lacks.
+    """Return whether an MP3 has its number of frames in a Xing or VBRI header, and how many bytes it lacks.
 
     Without that number libsndfile guesses a length from the bit rate of the first frame. The position in the
     file stays the same.
@@ -237,12 +237,14 @@ def _mp3_length(file: BinaryIO) -> tuple[bool, int]:
     file.seek(start)
     head = file.read(_MP3_WINDOW)
     file.seek(before)
-    position = max(head.find(b"Xing"), head.find(b"Info"))
-    if position < 0 or position + 16 > len(head):
-        return False, 0
-    flags, first, second = unpack_from(">III", head, position + 4)
-    frames = first if flags & _XING_FRAMES else 0
-    size = (second if flags & _XING_FRAMES else first) if flags & _XING_BYTES else 0
+    xing, vbri = max(head.find(b"Xing"), head.find(b"Info")), head.find(b"VBRI")
+    frames = size = 0
+    if 0 <= xing <= len(head) - 16:
+        flags, first, second = unpack_from(">III", head, xing + 4)
+        frames = first if flags & _XING_FRAMES else 0
+        size = (second if flags & _XING_FRAMES else first) if flags & _XING_BYTES else 0
+    elif 0 <= vbri <= len(head) - 18:
+        size, frames = unpack_from(">II", head, vbri + 10)
     return frames > 0, max(0, start + size - end)
 
 

@@ -16,6 +16,7 @@ from torchcodec.decoders import AudioDecoder
 
 from packhorse.errors import BadSample
 from packhorse.media import audio_info, load_audio
+from packhorse.media.audio import _mp3_length
 
 RATE = 16_000
 
@@ -238,3 +239,10 @@ def test_the_callers_array_is_neither_changed_nor_shared_when_scaled() -> None:
     load_audio(source, sampling_rate=8000)
     assert np.array_equal(source["array"], before["array"])
     assert source["sampling_rate"] == RATE
+
+
+@pytest.mark.parametrize("missing", [0, 700])
+def test_the_length_of_an_mp3_is_in_a_vbri_header_too(missing: int) -> None:
+    header = b"VBRI" + struct.pack(">HHHII", 1, 0, 75, 2000 + missing, 12)
+    content = (b"\xff\xfb\x90\x64" + bytes(32) + header).ljust(2000, b"\0")
+    assert _mp3_length(io.BytesIO(content)) == (True, missing)
