@@ -297,7 +297,7 @@ def test_a_relative_media_dir_is_next_to_the_meta_file(
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert _image_with_media_dir(tmp_path / "data", name) == str(tmp_path / expected)
-    assert "working directory" not in caplog.text
+    assert "using the one in the working directory" not in caplog.text
 
 
 def test_a_media_dir_that_only_the_working_directory_has_is_used_with_a_warning(
