@@ -72,6 +72,7 @@ ALLOWED = (
     r"blank lines?",
     r"(?:\.|def )tell\((?:self)?\)",  # of file objects
     r"sound ?file",
+    r"\"max_bad_in_a_row\"",  # a setting's earlier name, for "did you mean"
     r"[`\"]left_out[`\"]",  # the action's name in older ledger files
     r"\[\"strata\"\]",  # part of the digest of plans
 )
