@@ -251,8 +251,9 @@ class MetaDataset(Sequence[dict[str, Any]]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         source, position = self._find(index)
+        key = source.selection.key(source.config.name, position)
         row = next(source.file.read([source.selection.row(position)]))
-        return source.convert(row, source.key(position), self.ledger)
+        return source.convert(row, key, self.ledger)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for source in self._sources:
