@@ -115,8 +115,8 @@ def write_atomic(target: Path, write: Callable[[IO[bytes]], object], *, to_disk:
     except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(target)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(target)  # without an errno it would replace the message
         raise
 
 
