@@ -1,9 +1,9 @@
 """Chat templates, tokenizers and labels: how a conversation is rendered, and which tokens are supervised.
 
 :class:`ChatProcessor` renders with the processor's own chat template. :func:`answer_spans` locates the
-answers in the rendered text: by ``{% generation %}`` marks if the template has them, else by a second
-rendering with sentinels for the answers. So whatever a user types, a literal ``<|im_start|>assistant``
-included, never becomes a label. :func:`supervised_tokens` maps these characters to token positions by the
+answers in the rendered text: by ``{% generation %}`` marks if the template has them, else by a rendering with
+sentinels for the texts. So whatever a user types, a literal ``<|im_start|>assistant`` included, never becomes
+a label. :func:`supervised_tokens` maps these characters to token positions by the
 special tokens around them and compares the ids; what does not agree raises :class:`CannotAlign`.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise, repeat, takewhile
+from itertools import chain, compress, pairwise, repeat, takewhile
 from typing import Any, Protocol
 
 from packhorse.errors import ConfigError, PackhorseError
@@ -25,6 +25,8 @@ from packhorse.errors import ConfigError, PackhorseError
 Turns = Sequence[Mapping[str, Any]]
 Render = Callable[[Turns], str]
 Span = tuple[int, int]
+Structure = tuple[tuple[str, tuple[str, ...] | None], ...]
+"""The role of each turn and the types of its parts; None for a turn that is one string."""
 
 IGNORE_INDEX = -100
 """The label of a token that is not supervised. Written nowhere else."""
@@ -42,6 +44,7 @@ _PER_TOKEN = frozenset({"labels", *TOKEN_KEYS, "position_ids"})
 # Options of a tokenizer's call for a single text that is neither padded nor truncated.
 _PASSED_ON = frozenset({"add_special_tokens", "return_token_type_ids", "return_attention_mask"})
 _UNDERSTOOD = _PASSED_ON | {"padding", "padding_side", "return_tensors", "is_split_into_words"}
+_MAX_FRAMES = 10_000
 _NO_PADDING = (False, True, "longest", "do_not_pad")
 
 
@@ -99,6 +102,7 @@ class ChatProcessor:
 
     def __init__(self, processor: Processor) -> None:
         self.processor: Any = processor
+        self.frames: dict[Structure, list[str]] = {}  # filled by answer_spans
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -430,7 +434,8 @@ def answer_spans(chat: ChatProcessor, turns: Turns, text: str, render: Render | 
     if template is not None and _GENERATION.search(template):
         spans = _marked_spans(chat, template, turns, text)
     else:
-        spans = _sentinel_spans(render or chat.render, turns, text, markers)
+        known = _spans_by_structure(chat, turns, text) if render is None else None
+        spans = _sentinel_spans(render or chat.render, turns, text, markers) if known is None else known
     closed = (_extend_to_stop(text, span, markers.stop_text) for span in spans)
     return [(start, end) for start, end in closed if start < end]
 
@@ -448,29 +453,76 @@ def _marked_spans(chat: ChatProcessor, template: str, turns: Turns, text: str) -
     return [(start, end) for start, end in marks[0]]
 
 
+def _spans_by_structure(chat: ChatProcessor, turns: Turns, text: str) -> list[Span] | None:
+    """Locate the answers by the frame of all conversations with this structure, which is rendered once.
+
+    None if a turn has other fields, or if the template writes anything but that frame with the texts of these
+    turns: then :func:`_sentinel_spans` renders this conversation again. The promises of benchmarks/count.py
+    and encode.py need it.
+    """
+    structure, texts, answers = [], [], []
+    for turn in turns:
+        role, content = turn["role"], turn["content"]
+        is_text = isinstance(content, str)
+        own = [content] if is_text else [part["text"] for part in content or () if part["type"] == "text"]
+        if len(turn) != 2 or (role == "assistant" and not own):
+            return None
+        structure.append((role, None if is_text else tuple([part["type"] for part in content or ()])))
+        texts += own
+        answers += [role == "assistant"] * len(own)
+    key = tuple(structure)
+    if key not in chat.frames:
+        if len(chat.frames) >= _MAX_FRAMES:
+            chat.frames.clear()
+        try:
+            chat.frames[key], _ = _render_frame(chat.render, turns, chr(PRIVATE_USE[0]))
+        except CannotAlign:
+            chat.frames[key] = []
+    frame = chat.frames[key]
+    if not frame:
+        return None
+    try:
+        return list(compress(_fit_frame(text, frame, texts, ""), answers))
+    except CannotAlign:
+        return None
+
+
 def _sentinel_spans(render: Render, turns: Turns, text: str, markers: TurnMarkers) -> list[Span]:
     """Render with a sentinel for each text of each answer; what is around the sentinels is the frame."""
-    answers: list[str] = []
     mark = next(char for char in map(chr, PRIVATE_USE) if char not in text)
+    frame, answers = _render_frame(render, turns, mark, roles=("assistant",))
+    return _fit_frame(text, frame, answers, markers.assistant_text) if answers else []
 
-    def sentinel(answer: str) -> str:
-        answers.append(answer)
-        return f"{mark}{len(answers) - 1}{mark}"
 
-    masked = [_replace_text(turn, sentinel) if turn["role"] == "assistant" else turn for turn in turns]
-    if not answers:
-        return []
+def _render_frame(
+    render: Render, turns: Turns, mark: str, roles: Container[str] | None = None
+) -> tuple[list[str], list[str]]:
+    """Return what the template writes around the texts of these roles (None: of all), and the texts.
+
+    Raises :class:`CannotAlign` if it does not write each text once, in order.
+    """
+    texts: list[str] = []
+
+    def sentinel(text: str) -> str:
+        texts.append(text)
+        return f"{mark}{len(texts) - 1}{mark}"
+
+    masked = [
+        turn if roles and turn["role"] not in roles else _replace_text(turn, sentinel) for turn in turns
+    ]
+    if not texts:
+        return [], []
     try:
         frame = re.split(f"{mark}(\\d+){mark}", render(masked))
     except template_errors() as error:
-        raise CannotAlign(f"the template rejects sentinels for the answers: {error}") from error
-    if [int(index) for index in frame[1::2]] != list(range(len(answers))):
-        raise CannotAlign("the template does not write every answer exactly once")
-    return _fit_frame(text, frame[0::2], answers, markers.assistant_text)
+        raise CannotAlign(f"the template rejects sentinels for the texts: {error}") from error
+    if [int(index) for index in frame[1::2]] != list(range(len(texts))):
+        raise CannotAlign("the template does not write every text exactly once")
+    return frame[0::2], texts
 
 
 def _replace_text(turn: Mapping[str, Any], replace: Callable[[str], str]) -> dict[str, Any]:
-    """The turn with its texts replaced, an empty one added if it has none, and no other field.
+    """The turn with its texts replaced, an empty one added if an answer has none, and no other field.
 
     What the template writes of other fields (``tool_calls``, ``reasoning_content``) is then not in the frame:
     it is part of the answer.
@@ -479,7 +531,7 @@ def _replace_text(turn: Mapping[str, Any], replace: Callable[[str], str]) -> dic
     if isinstance(content, str):
         return {"role": turn["role"], "content": replace(content)}
     parts = [{**p, "text": replace(p["text"])} if p.get("type") == "text" else p for p in content or ()]
-    if not any(part.get("type") == "text" for part in parts):
+    if turn["role"] == "assistant" and not any(part.get("type") == "text" for part in parts):
         parts.append({"type": "text", "text": replace("")})
     return {"role": turn["role"], "content": parts}
 

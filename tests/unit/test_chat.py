@@ -19,6 +19,7 @@ from packhorse.chat import (
     answer_spans,
     label_tokens,
     shift_tokens,
+    template_errors,
 )
 from packhorse.errors import ConfigError
 
@@ -460,3 +461,36 @@ def test_labels_always_read_as_the_answers(name: str, turns: list[tuple[str, str
         # The newline or blank that ends a marker may be part of the answer's first token.
         assert text in (answer + stop, "\n" + answer + stop, " " + answer + stop)
         assert text == answer + stop or answer[:1].isspace() or name == "smolvlm"
+
+
+CONTENTS = st.one_of(
+    WORDS,
+    st.lists(
+        WORDS.map(lambda text: {"type": "text", "text": text}) | st.just({"type": "image"}),
+        min_size=1,
+        max_size=3,
+    ),
+)
+
+
+@pytest.mark.parametrize("name", [*sorted(TEMPLATES), "thinking", "shouting"])
+@settings(max_examples=40, deadline=None)
+@given(rows=st.lists(st.lists(st.tuples(ROLES, CONTENTS), min_size=1, max_size=4), min_size=1, max_size=3))
+def test_spans_by_the_frame_of_a_structure_are_those_by_the_frame_of_the_row(name: str, rows: Any) -> None:
+    """Passing ``render`` renders every row with its own sentinels."""
+    changing = {"thinking": THINKING, "shouting": SHOUTING}
+    made = ChatStub({**TEMPLATES, **changing}[name], name="qwen2_vl" if name in changing else name)
+    chat = ChatProcessor(made)
+    for row in rows:
+        turns = [{"role": role, "content": content} for role, content in row]
+        try:
+            text = chat.render(turns)
+        except template_errors():
+            continue
+        try:
+            expected = answer_spans(chat, turns, text, render=chat.render)
+        except CannotAlign:
+            with pytest.raises(CannotAlign):
+                answer_spans(chat, turns, text)
+        else:
+            assert answer_spans(chat, turns, text) == expected
