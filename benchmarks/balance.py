@@ -11,8 +11,6 @@ is missed.
 
 from __future__ import annotations
 
-import argparse
-
 import numpy as np
 
 from mixes import CAPACITY, chat_parts
@@ -26,7 +24,7 @@ from packhorse.neat_packing_vlm import (
     sample_costs,
     straggler_ratio,
 )
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 
 RANKS = (8, 64, 512)
 MODEL = {
@@ -44,12 +42,7 @@ MODEL = {
 @record_outcome()
 def main() -> None:
     """Plan, order, judge."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--samples", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parse(parser, samples=100_000)
+    options = parse(make_parser(__doc__, samples=1_000_000, seed=0), samples=100_000)
     rng = np.random.default_rng(options.seed)
     chats = chat_parts(options.samples, rng)
     plan = plan_packs(chats.lengths, CAPACITY, seed=options.seed)

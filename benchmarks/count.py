@@ -31,16 +31,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from count_samples import python_path
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 from words import Text, qwen2_vl
 
 
 @record_outcome()
 def main() -> None:
     """Write the file, measure both and print the promises."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--processor")
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--num-workers", type=int, default=os.cpu_count() or 1)

@@ -15,7 +15,6 @@ Exit code 1 if a promise is missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -39,7 +38,7 @@ from torch.utils.data import DataLoader
 import packhorse.families.encoder as families_encoder
 from packhorse.chat import RepeatedTokenTokenizer
 from packhorse.datasets import PreTokenizedDatasetWrapper, open_meta_dataset
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 from words import Text, qwen2_vl
 
 OURS = "our own"
@@ -49,12 +48,7 @@ SIZES = ((640, 480), (800, 600), (1024, 768), (1280, 960))
 @record_outcome()
 def main() -> None:
     """Write the data, measure and print the promises."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--samples", type=int, default=60)
-    parser.add_argument("--repeat", type=int, default=3)
-    options = parse(parser, samples=8, repeat=1)
+    options = parse(make_parser(__doc__, samples=60, repeat=3), samples=8, repeat=1)
     torch.set_num_threads(1)  # as in DataLoader workers
     with tempfile.TemporaryDirectory() as folder:
         meta = write_chats(Path(folder), options.samples)

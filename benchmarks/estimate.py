@@ -10,7 +10,6 @@ number for every row, and prints the ratio that is promised. Exit code 1 if it i
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import random
@@ -23,7 +22,7 @@ import numpy as np
 from packhorse.formats.estimate import LengthColumns, columns_of, estimate_lengths, outline
 from packhorse.media.images import resize_image, resize_video
 from packhorse.media.sampling import VideoInfo, VideoSampling, count_sampled_frames
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 
 T = TypeVar("T")
 
@@ -34,30 +33,23 @@ IMAGES = {
     "min_pixels": 56 * 56,
     "max_pixels": 14 * 14 * 4 * 1280,
 }
+FRAMES = {"fps": 2.0, "min_frames": 4, "max_frames": 768, "temporal_patch_size": 2}
 VIDEOS = {
     "patch_size": 16,
     "merge_size": 2,
     "factor": 32,
     "min_pixels": 128 * 128,
     "max_pixels": 16 * 16 * 2 * 2 * 2 * 6144,
-    "temporal_patch_size": 2,
-    "fps": 2.0,
-    "min_frames": 4,
-    "max_frames": 768,
+    **FRAMES,
 }
-SAMPLING = VideoSampling(fps=2.0, min_frames=4, max_frames=768, temporal_patch_size=2)
+SAMPLING = VideoSampling(**FRAMES)
 TO_REACH = 50
 
 
 @record_outcome()
 def main() -> None:
     """Generate rows, measure and print the promises."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--repeat", type=int, default=3)
-    options = parse(parser, rows=100_000, repeat=2)
+    options = parse(make_parser(__doc__, rows=1_000_000, repeat=3), rows=100_000, repeat=2)
     examples = rows(options.rows)
     columns = columns_of(examples)
     gc.freeze()  # so that the collector does not scan millions of dicts

@@ -13,7 +13,6 @@ Exit code 1 if a count differs.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -40,7 +39,7 @@ from packhorse.families import Encoder
 from packhorse.formats.estimate import estimate_sample_length, image_config, video_config
 from packhorse.media import media_size
 from packhorse.types import Conversation, MediaRef, Message, TextPart
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 
 RATES = (None, 0.5, 1.0, 7.3, 24.0, 29.97, 60.0)
 FILE_RATES = (10, 12, 25, Fraction(24000, 1001), Fraction(30000, 1001), 60)
@@ -51,12 +50,7 @@ FRAMES = (1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 33, 47, 64, 100, 128, 199, 256, 300)
 @record_outcome()
 def main() -> None:
     """Compare each family and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--sizes", type=int, default=400)
-    parser.add_argument("--videos", type=int, default=60)
-    parser.add_argument("--conversations", type=int, default=1000)
+    parser = make_parser(__doc__, sizes=400, videos=60, conversations=1000)
     parser.add_argument("--family", choices=tuple(FAMILIES), action="append")
     options = parse(parser, sizes=5, videos=2, conversations=14)
     print(f"{'family':17}{'modality':16}{'settings':34}{'rows':>7}{'differences':>13}{'rejected':>10}")

@@ -13,7 +13,6 @@ The rounds are those of ``tests/faults``.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -21,7 +20,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 
 # Instead of this folder, where `faults` is this script.
 sys.path[0] = str(Path(__file__).parents[1] / "tests")
@@ -49,9 +48,7 @@ UNDISTURBED = "the same work undisturbed"
 @record_outcome()
 def main() -> None:
     """Run the rounds, inject the faults, print the promises."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="of each kind of work that is killed")
     parser.add_argument("--kinds", default=",".join(ROUNDS), help="which work is killed, separated by commas")
     parser.add_argument("--seed", type=int, default=0)

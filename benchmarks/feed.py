@@ -16,7 +16,6 @@ Exit code 1 if a promise is missed.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -36,7 +35,7 @@ from packhorse import LoaderConfig, World
 from packhorse.count.columns import COUNTS, OK, CountColumns
 from packhorse.datasets import open_meta_dataset
 from packhorse.loader import Loader
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 
 WORKERS = (0, 1, 2)
 PACK = 8192
@@ -221,12 +220,7 @@ def measure_seconds(work: Callable[[], Any]) -> float:
 @record_outcome()
 def main() -> None:
     """Measure and print the promises."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--samples", type=int, default=240)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--packs", type=int, default=1_000_000)
+    parser = make_parser(__doc__, samples=240, repeat=5, packs=1_000_000)
     options = parse(parser, samples=24, repeat=1, packs=20_000)
     report_resume(options.packs)
     report_overhead(options.samples, options.repeat, WORKERS[::2] if options.quick else WORKERS)

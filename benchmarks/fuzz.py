@@ -13,14 +13,13 @@ Needs the checkout's development packages (atheris among them).
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fuzz"))
 
@@ -28,9 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fuzz"))
 @record_outcome()
 def main() -> None:
     """Fuzz all readers and print the promises."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help="readers (default: all)")
     parser.add_argument("--seconds", type=int, default=30, help="for each reader")
     parser.add_argument("--seed", type=int, default=1)

@@ -28,7 +28,7 @@ from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.neat_packing_vlm import _build_packed_vlm_sample, _shift_sample, greedy_knapsack
 from packhorse.types import to_device
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 
 Batch = dict[str, Any]
 VARLEN_OVER_PADDED, VARLEN_OVER_SDPA = 2.5, 1.5
@@ -41,14 +41,8 @@ PACKED = ("sdpa", "flex_attention", "varlen")
 @record_outcome()
 def main() -> None:
     """Build the model and the samples, measure and print the promises."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--samples", type=int, default=320)
-    parser.add_argument("--pack", type=int, default=8192)
+    parser = make_parser(__doc__, samples=320, pack=8192, longest=4096, mean=700.0)
     parser.add_argument("--batch", type=int, default=8, help="samples of a padded batch")
-    parser.add_argument("--longest", type=int, default=4096)
-    parser.add_argument("--mean", type=float, default=700.0)
     options = parse(parser, samples=16, pack=384, longest=256, mean=60.0)
     if options.quick:
         torch.set_num_threads(1)

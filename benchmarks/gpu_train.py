@@ -77,7 +77,7 @@ from packhorse.integrations.attention import attention_of
 from packhorse.integrations.loss import supervised_tokens, token_loss
 from packhorse.loader.startup import count_examples
 from packhorse.types import to_device
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 
 VARLEN_OVER_PADDED = 2.5
 VARLEN_OVER_BY_LENGTH = 1.5
@@ -115,9 +115,7 @@ class Figures:
 @record_outcome()
 def main() -> None:
     """Build model and data, measure each stage and print its promises."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--pack", type=int, default=8192, help="tokens of a pack")
     parser.add_argument("--batch", type=int, default=8, help="samples of a padded batch")

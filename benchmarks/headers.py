@@ -10,7 +10,6 @@ Formats that PIL reads for us (TIFF) are shown and not part of the promise.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import tempfile
@@ -21,7 +20,7 @@ from pathlib import Path
 from PIL import Image
 
 from packhorse.media import image_size
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 
 # Name: (PIL format, mode, save options, share of the mixture in percent).
 KINDS: dict[str, tuple[str, str, dict[str, object], int]] = {
@@ -45,9 +44,7 @@ SLICE = 20
 @record_outcome()
 def main() -> None:
     """Write the images, measure and print the promises."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--images", type=int, default=400, help="files of each kind")
     parser.add_argument("--folder", type=Path, default=None, help="where to write (a temporary folder)")
     parser.add_argument("--repeat", type=int, default=15)

@@ -11,7 +11,6 @@ iterating over the file in text mode.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -22,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 
 WORLDS = (1, 8, 64)
 PROMISED = 8  # the world size with a promise; both are measured alternately
@@ -74,9 +73,7 @@ print(seconds, peak / 1024, rows)
 @record_outcome()
 def main() -> None:
     """Write the files, measure and print the promises."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument(
         "--folder", type=Path, default=None, help="where to write the file (a temporary folder)"

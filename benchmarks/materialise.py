@@ -12,7 +12,6 @@ batch, and prints the ratios that are promised. Exit code 1 if one is missed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -24,7 +23,7 @@ import torch
 from packhorse.collate.packed import collate_packs
 from packhorse.collate.packer import Packer, to_sample
 from packhorse.families.qwen_vl import Qwen2VL
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 
 Sample = dict[str, Any]
 WITH_MASK, WITHOUT_MASK = 6, 4
@@ -33,12 +32,7 @@ WITH_MASK, WITHOUT_MASK = 6, 4
 @record_outcome()
 def main() -> None:
     """Make samples, measure and print the promises."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--images", type=int, default=16)
-    parser.add_argument("--repeat", type=int, default=15)
+    parser = make_parser(__doc__, tokens=8192, images=16, repeat=15)
     parser.add_argument("--threads", type=int, default=1, help="a DataLoader worker has one")
     options = parse(parser, repeat=3)
     torch.set_num_threads(options.threads)

@@ -9,7 +9,6 @@ notice is a hole in the suite. ``--quick`` takes those of the quickest tests.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 
 ROOT = Path(__file__).resolve().parents[1]
 _TOO_LONG = 600
@@ -340,9 +339,7 @@ def is_noticed(mutant: Mutant, folder: Path) -> bool:
 @record_outcome()
 def main() -> None:
     """Try every mutant."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", help="a part of a mutant's name")
     options = parse(parser)
     chosen = [one for one in MUTANTS if one.quick or not options.quick]

@@ -13,7 +13,6 @@ where the processor can) and with its ``np.argsort``. Exit code 1 if a promise i
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import sys
 import time
@@ -24,7 +23,7 @@ import numpy as np
 
 from mixes import CAPACITY, MIXES
 from packhorse.neat_packing_vlm import plan_packs
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 
 SIZES = (10_000, 100_000, 1_000_000)
 FILLS = {"documents": 99.0, "triplets": 99.0, "tiles": 99.9, "quarter_half": 94.5}
@@ -152,12 +151,7 @@ def compare_with_sort(name: str, n: int) -> tuple[float, float]:
 @record_outcome()
 def main() -> None:
     """Measure and print the promises."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--largest", type=int, default=10_000_000)
-    parser.add_argument("--repeat", type=int, default=3)
-    options = parse(parser, largest=100_000, repeat=1)
+    options = parse(make_parser(__doc__, largest=10_000_000, repeat=3), largest=100_000, repeat=1)
     plan_packs(np.arange(1, 3000), 8192, effort=1.0)  # scipy is imported now, not in a measurement
     print("CPU seconds; the fills in %; x is heap / flat\n")
     heads = ("heap", "tree", "flat", "lists", "default")

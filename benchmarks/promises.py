@@ -2,8 +2,8 @@
 
 A script calls :func:`promise` for each figure with a target and :func:`fact` for other figures; both print
 a line. Its ``main`` is decorated with :func:`record_outcome`, which exits with code 1 if a promise is missed,
-and parses its command line with :func:`parse`, which adds ``--quick``. A quick run needs half of a speed, or
-twice a limit (:func:`quick_target`).
+and parses its command line with :func:`make_parser` and :func:`parse`, which adds ``--quick``. A quick run
+needs half of a speed, or twice a limit (:func:`quick_target`).
 
 If the environment variable ``PACKHORSE_RECORD`` names a file, everything is written there as JSON together
 with the machine, the versions, the commit, the date and the command. ``benchmarks/run.py`` keeps these files
@@ -116,6 +116,16 @@ def format_value(value: float | str, unit: str = "", other: float | None = None)
             break
         text = _digits(value, digits)
     return f"{text}{space}{unit}"
+
+
+def make_parser(description: str | None, **numbers: float) -> argparse.ArgumentParser:
+    """Return a parser with an option for each number: ``repeat=3`` is ``--repeat``, an int, by default 3."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    return parser
 
 
 def parse(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:

@@ -46,7 +46,7 @@ import numpy as np
 import orjson
 from PIL import Image
 
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 from words import Text
 
 MEGABYTE = 1e6
@@ -358,9 +358,7 @@ def promise_growth(sizes: list[int], costs: dict[str, list[Cost]], lists: list[C
 @record_outcome()
 def main() -> None:
     """Write the data, measure and print the promises; or run one stage."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", default="10000,100000,1000000", help="sizes, three or more")
     parser.add_argument("--images", type=int, default=50_000)
     parser.add_argument("--folder", help="where to make the temporary folder for the data (1.5 GB)")

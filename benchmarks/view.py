@@ -10,7 +10,6 @@ stops when a client has the overview with its style sheet, script and icon.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import re
 import signal
@@ -25,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from count_samples import save_processor
-from promises import fact, parse, promise, record_outcome
+from promises import fact, make_parser, parse, promise, record_outcome
 from view_samples import write_many
 
 LISTS = ("/packs", "/packs?sort=cost&down=1", "/packs?dataset=chats&least=90", "/problems")
@@ -87,7 +86,7 @@ def _get(client: http.client.HTTPConnection, address: str) -> str:
 @record_outcome()
 def main() -> None:
     """Measure and print the promises."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--packs", type=int, default=1_000_000)
     parser.add_argument("--runs", type=int, default=5, help="the median counts")
     options = parse(parser, packs=20_000, runs=1)

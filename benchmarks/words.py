@@ -56,20 +56,15 @@ def _dictionary() -> tuple[list[str], list[float]]:
 @cache
 def trained_tokenizer() -> Any:
     """Train a tokenizer of 30,000 entries (some seconds); the same object at every call."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
+    from contract.tiny_tokenizers import use_bytes_of_words
     from packhorse.count.token_counter import QWEN2_PATTERN
 
     model = Tokenizer(models.BPE())
     model.normalizer = normalizers.NFC()
-    model.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN2_PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    model.decoder = decoders.ByteLevel()
+    use_bytes_of_words(model, QWEN2_PATTERN)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=ENTRIES, initial_alphabet=alphabet, show_progress=False)
     text = Text(seed=1)  # not the text that is counted later

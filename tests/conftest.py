@@ -30,6 +30,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def qwen() -> Any:
+    """The small Qwen2-VL processor that most tests of counting use."""
+    from contract.processors import processor
+
+    return processor("qwen2_vl")
+
+
 @pytest.fixture
 def parity(record_property: Any) -> Any:
     """Compares numbers with the noise floor of this machine; a table after the tests shows all of them."""

@@ -1,10 +1,11 @@
-"""Datasets and saved processors for the tests of counting."""
+"""Datasets, saved processors and an engine for the tests of counting."""
 
 import json
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,19 @@ def no_file_larger_than(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class Stopped(Exception):
+    """A run that ends in the middle."""
+
+
+class StopsAfter:
+    """An engine whose run ends after ``tasks`` tasks."""
+
+    def __init__(self, tasks: int) -> None:
+        self.tasks = tasks
+
+    def run(self, work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        for number, task in islice(enumerate(tasks), self.tasks):
+            yield number, work(task)
+        raise Stopped

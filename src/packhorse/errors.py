@@ -30,7 +30,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from packhorse.types import Action, Drop, Reason, Stage, mask_secrets
 
@@ -192,9 +192,14 @@ def naming(what: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, MissingDependency) as error:
-        if not what or str(error).startswith(f"{what}: "):
-            raise
-        raise type(error)(f"{what}: {error}") from error
+        raise_with_name(error, what)
+
+
+def raise_with_name(error: ConfigError | MissingDependency, what: str) -> NoReturn:
+    """Raise a configuration error with ``what`` in front of its message, once."""
+    if not what or str(error).startswith(f"{what}: "):
+        raise error
+    raise type(error)(f"{what}: {error}") from error
 
 
 def limit_of(name: str, usual: int) -> int:

@@ -1,6 +1,6 @@
 """Real processors need torchvision; make sure it imports before any test module imports transformers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +26,15 @@ def made(files: dict[str, Path]) -> Callable[[str, str], "Made"]:  # noqa: F821
     from contract.encoding import make
 
     return cache(lambda name, case: make(name, case, files))
+
+
+@pytest.fixture
+def attention_as_before() -> Iterator[None]:
+    """Restore the attention backend of every tiny model after the test."""
+    from contract.tiny_models import MODELS, tiny_model
+    from packhorse.integrations.attention import attention_of, use_attention
+
+    before = {name: attention_of(tiny_model(name)) for name in MODELS}
+    yield
+    for name, attention in before.items():
+        use_attention(tiny_model(name), attention)

@@ -33,10 +33,12 @@ from packhorse.collate_fns import neat_packed_vlm_collater
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.families import family_of
 from packhorse.families.qwen_vl import rope_index
-from packhorse.integrations.attention import attention_of, use_attention
+from packhorse.integrations.attention import use_attention
 from packhorse.integrations.loss import count_supervised, token_loss
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
+
+pytestmark = pytest.mark.usefixtures("attention_as_before")
 
 CASES = ("text", "one image", "many turns", "two images", "video")
 BACKENDS = ("sdpa", "eager", "varlen", "flex_attention")
@@ -97,11 +99,8 @@ def expected(files: dict[str, Path]) -> Callable[[str], Expected]:
 
 
 @pytest.fixture(autouse=True)
-def _attention_as_before() -> Iterator[None]:
-    before = {name: attention_of(tiny_model(name)) for name in MODELS}
+def _nothing_compiled() -> Iterator[None]:
     yield
-    for name, attention in before.items():
-        use_attention(tiny_model(name), attention)
     # Flex attention that was compiled for one number of rows is recompiled for any number, which torch 2.13
     # writes wrong C++ for on a CPU. So every test begins with nothing compiled.
     torch.compiler.reset()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from packhorse.families.qwen_vl import rope_index
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
+
+pytestmark = pytest.mark.usefixtures("attention_as_before")
 
 INSTALLED = ("sdpa", "eager", "flex_attention", "varlen")
 # A batch is right for the attention it was made for; and numbers to add are right for sdpa, too.
@@ -42,14 +43,6 @@ def pack(name: str, files: dict[str, Path], **options: Any) -> dict[str, Any]:
     samples = encode_samples(name, files, **options)
     made = PackedDatasetWrapper(samples, [[0, 1, 2]], 8192, 0, rope_index(tiny_model(name)), exact=True)
     return dict(made[0])
-
-
-@pytest.fixture(autouse=True)
-def _attention_as_before() -> Iterator[None]:
-    before = {name: attention_of(tiny_model(name)) for name in ("qwen2_vl", "gemma3")}
-    yield
-    for name, attention in before.items():
-        use_attention(tiny_model(name), attention)
 
 
 @pytest.mark.parametrize("made_for", ATTENTION)

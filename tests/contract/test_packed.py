@@ -7,7 +7,7 @@ the shorter one. Logits and gradients are those of separate forward passes of th
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -34,6 +34,8 @@ from packhorse.families.qwen_vl import mrope_position_ids, rope_index
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper, neat_pack_dataset_vlm
+
+pytestmark = pytest.mark.usefixtures("attention_as_before")
 
 ROWS = (
     ("text", "one image", "two images", "video", "many turns", "one image"),
@@ -115,14 +117,6 @@ def forward(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, 
 
 def _accepted_cases(name: str) -> tuple[str, ...]:
     return tuple(c for c in dict.fromkeys(CASES) if c != "video" or "video" in FAMILIES[name].modalities)
-
-
-@pytest.fixture(autouse=True)
-def _attention_as_before() -> Iterator[None]:
-    before = {name: attention_of(tiny_model(name)) for name in MODELS}
-    yield
-    for name, attention in before.items():
-        use_attention(tiny_model(name), attention)
 
 
 def packed_batch(name: str, given: Unpacked, backend: str, **options: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,11 +18,13 @@ from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import model_inputs
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.families import Encoder
-from packhorse.integrations.attention import attention_of, use_attention
+from packhorse.integrations.attention import use_attention
 from packhorse.ledger import Ledger
 from packhorse.loader.placeholder import Placeholders
 from packhorse.media import VideoInfo
 from packhorse.types import MEDIA_KINDS, MediaMask, WorkItem
+
+pytestmark = pytest.mark.usefixtures("attention_as_before")
 
 CHATS = [name for name, family in FAMILIES.items() if family.chats]
 ROWS = [
@@ -43,14 +44,6 @@ ROWS = [
 
 def media_mask(name: str) -> MediaMask:
     return MediaMask.of(kind for kind in MEDIA_KINDS if kind in FAMILIES[name].modalities)
-
-
-@pytest.fixture(autouse=True)
-def _attention_as_before() -> Iterator[None]:
-    before = {name: attention_of(tiny_model(name)) for name in MODELS}
-    yield
-    for name, attention in before.items():
-        use_attention(tiny_model(name), attention)
 
 
 @pytest.mark.parametrize("name", CHATS)

@@ -7,6 +7,7 @@ fraction of a second, a forward pass takes milliseconds. The decoder's weights a
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -45,6 +46,12 @@ def _qwen_ids(name: str) -> dict[str, int]:
     }
 
 
+def _qwen_vision(**more: Any) -> dict[str, Any]:
+    """The vision towers of Qwen2.5-VL and Qwen3-VL."""
+    sizes = {"hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 128}
+    return {"depth": 2, "num_heads": 4, **sizes, **more}
+
+
 def _mrope(*section: int, interleaved: bool = False) -> dict[str, Any]:
     """Rotary positions in three parts (time, height, width) for heads of 16."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": list(section)}
@@ -67,16 +74,10 @@ def _qwen2_5_vl() -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     name = "qwen2_5_vl"
-    vision = {
-        "depth": 2,
-        "hidden_size": 64,
-        "out_hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 4,
-        "fullatt_block_indexes": [1],
-    }
     config = Qwen2_5_VLConfig(
-        text_config=_text(name, rope_parameters=_mrope(2, 3, 3)), vision_config=vision, **_qwen_ids(name)
+        text_config=_text(name, rope_parameters=_mrope(2, 3, 3)),
+        vision_config=_qwen_vision(fullatt_block_indexes=[1]),
+        **_qwen_ids(name),
     )
     return Qwen2_5_VLForConditionalGeneration(config)
 
@@ -85,18 +86,9 @@ def _qwen3_vl() -> Any:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     name = "qwen3_vl"
-    vision = {
-        "depth": 2,
-        "hidden_size": 64,
-        "out_hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 4,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-    }
     config = Qwen3VLConfig(
         text_config=_text(name, head_dim=16, rope_parameters=_mrope(4, 2, 2, interleaved=True)),
-        vision_config=vision,
+        vision_config=_qwen_vision(num_position_embeddings=64, deepstack_visual_indexes=[0]),
         **_qwen_ids(name),
     )
     return Qwen3VLForConditionalGeneration(config)
@@ -280,3 +272,16 @@ def tiny_model(name: str, seed: int = 0) -> Any:
         model = _BUILD[name]().eval()
     make_honour_shift_labels(model)  # as prepare does, where transformers is too old
     return model
+
+
+def with_layers(name: str, layers: int) -> Any:
+    """The model of the family ``name`` with another number of layers; another object at every call."""
+    import torch
+
+    config = copy.deepcopy(tiny_model(name).config)
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = [text.layer_types[0]] * layers
+    torch.manual_seed(1)
+    return type(tiny_model(name))(config)

@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 _MERGES = (
@@ -157,23 +158,30 @@ TOKEN_SETS: dict[str, TokenSet] = {
 }
 
 
+def use_bytes_of_words(backend: Tokenizer, pattern: str) -> None:
+    """Make a tokenizer split a text into words by ``pattern`` and each word into bytes."""
+    from tokenizers import Regex, decoders, pre_tokenizers
+
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+
+
 @cache
 def tokenizer(family: str) -> PreTrainedTokenizerFast:
     """The tokenizer of ``family``, about 300 entries; the same object at every call."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     tokens = TOKEN_SETS[family]
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in _MERGES)]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in _MERGES]))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
+    use_bytes_of_words(backend, _WORDS)
     special = [tokens.bos, tokens.eos, tokens.pad, *tokens.named.values(), *tokens.more]
     backend.add_special_tokens(list(dict.fromkeys(token for token in special if token)))
     if tokens.adds_bos:

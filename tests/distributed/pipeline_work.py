@@ -30,7 +30,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from contract.cases import conversation
 from contract.processors import processor
-from contract.tiny_models import tiny_model
+from contract.tiny_models import tiny_model, with_layers
 from noise_floor import largest_difference, noise_floor
 from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater, pad_collate_fn
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
@@ -94,17 +94,6 @@ class Data:
     def prepare(self, batch: dict[str, Any], n_microbatches: int) -> dict[str, Any]:
         collate = wrap_vlm_collate_for_pp(dict, n_microbatches, layout=family_of(self.processor).layout)
         return collate(batch)
-
-
-def with_layers(name: str, layers: int) -> Any:
-    """The tiny model with more layers."""
-    config = copy.deepcopy(tiny_model(name).config)
-    text = config.get_text_config()
-    text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None) is not None:
-        text.layer_types = [text.layer_types[0]] * layers
-    torch.manual_seed(1)
-    return type(tiny_model(name))(config)
 
 
 def reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:

@@ -67,18 +67,6 @@ class Slowly:
         return self.work(task)
 
 
-class Unlucky(ValueError):
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-def fail_on_three(number: int) -> int:
-    if number == 3:
-        raise Unlucky(number)
-    return number
-
-
 def environment(number: int) -> tuple[str | None, int]:
     import torch
 

@@ -13,9 +13,10 @@ from unittest import mock
 
 import pytest
 import ray
-from ray_work import DieAgain, Marked, Slowly, Unlucky, environment, fail_on_three, sleep
+from ray_work import DieAgain, Marked, Slowly, environment, sleep
 
 from count_samples import python_path, save_processor, sidecars
+from failing_work import Unlucky, fail_on_three
 from packhorse.cli.demo.data import write_demo_data
 from packhorse.count.counting import count_meta
 from packhorse.count.engines import RayEngine, make_engine

@@ -5,8 +5,9 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from contract.tiny_tokenizers import use_bytes_of_words
 from packhorse.count.token_counter import _KNOWN_PATTERNS, QWEN2_PATTERN, TokenLengths
 
 
@@ -16,13 +17,7 @@ class Made:
     def __init__(self, pattern: str) -> None:
         engine = Tokenizer(models.BPE())
         engine.normalizer = normalizers.NFC()
-        engine.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(pattern), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        engine.decoder = decoders.ByteLevel()
+        use_bytes_of_words(engine, pattern)
         known = "the horse carries a bale over the pass while rain\n\n ... don't it's 2024 naïve 漢字 [1]"
         words = known.split(" ")
         draw = random.Random(0)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from contract.processors import processor
 from count_samples import chat, sidecars, write_chats, write_meta, write_rows
 from packhorse.count.counting import count_meta
 from packhorse.count.sidecar import Sidecar, counts_of
@@ -144,11 +143,6 @@ def test_a_damaged_plan_is_rejected_or_unchanged(tmp_path: Path) -> None:
         assert found.offsets.tolist() == good.offsets.tolist()
         assert (found.capacity, found.bound) == (good.capacity, good.bound)
     assert rejected > 400
-
-
-@pytest.fixture(scope="module")
-def qwen() -> Any:
-    return processor("qwen2_vl")
 
 
 def test_a_damaged_count_file_is_rejected_or_unchanged(tmp_path: Path, qwen: Any) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from PIL import EpsImagePlugin, Image
 
-from contract.processors import processor
 from count_samples import chat, python_path, save_processor, write_meta, write_rows
 from packhorse import LoaderConfig, World, load
 from packhorse.count.counting import count_meta
@@ -32,11 +31,6 @@ from packhorse.tools.view.server import make_app
 from view_samples import ask
 
 SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
-
-
-@pytest.fixture(scope="module")
-def qwen() -> Any:
-    return processor("qwen2_vl")
 
 
 def with_image(source: Any) -> dict[str, Any]:

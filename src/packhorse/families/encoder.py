@@ -41,6 +41,7 @@ from packhorse.errors import (
     MissingDependency,
     PackhorseError,
     is_data_error,
+    raise_with_name,
 )
 from packhorse.families.media_sizes import (
     Pieces,
@@ -387,9 +388,7 @@ def processor_errors(key: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, MissingDependency) as error:
-        if not key or str(error).startswith(f"{key}: "):
-            raise
-        raise type(error)(f"{key}: {error}") from error
+        raise_with_name(error, key)
     except PackhorseError:
         raise
     except PROCESSOR_ERRORS as error:

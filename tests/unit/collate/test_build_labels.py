@@ -18,18 +18,9 @@ from collate_stubs import (
 from contract.calls import Raw, own_batch
 from contract.processors import processor
 from contract.samples import turns
+from packhorse import collate_fns
 from packhorse.chat import IGNORE_INDEX
-from packhorse.collate_fns import (
-    _decode_single_token,
-    _extract_assistant_text,
-    _find_pattern_indices,
-    _get_assistant_marker,
-    _get_stop_token_id,
-    build_labels,
-    build_labels_from_template,
-)
 from packhorse.errors import ConfigError
-from packhorse.ledger import Ledger
 
 
 def supervised_texts(tokenizer, ids, labels) -> list[str]:
@@ -38,13 +29,6 @@ def supervised_texts(tokenizer, ids, labels) -> list[str]:
     assert labels.dtype == ids.dtype
     assert torch.equal(labels[labels != IGNORE_INDEX], ids[labels != IGNORE_INDEX])
     return [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in labels]
-
-
-@pytest.fixture
-def ledger(monkeypatch):
-    made = Ledger()
-    monkeypatch.setattr("packhorse.collate.finish.default_ledger", lambda: made)
-    return made
 
 
 class Unable(StrictProcessor):
@@ -84,7 +68,7 @@ ANSWERS = "A cat. <|im_end|> ends a turn, <|im_start|>assistant\nbegins one.<|im
 def test_what_a_user_types_is_not_supervised(made):
     stub = made()
     batch = pad_rows([stub.tokenizer(chatml(one))["input_ids"] for one in (TYPED, GREETING)])
-    labels = build_labels_from_template(batch["input_ids"], [TYPED, GREETING], stub)
+    labels = collate_fns.build_labels_from_template(batch["input_ids"], [TYPED, GREETING], stub)
     assert supervised_texts(stub.tokenizer, batch["input_ids"], labels) == [ANSWERS, "Hello!<|im_end|>"]
 
 
@@ -92,7 +76,7 @@ def test_without_markers_and_rendering_answers_are_searched():
     stub = Wordless(BareTokenizer())
     ids = torch.tensor([[1, 5, 6, 7, 0]])
     conversation = make_turns(("user", text("question")), ("assistant", text("assistant text")))
-    for build in (build_labels, build_labels_from_template):
+    for build in (collate_fns.build_labels, collate_fns.build_labels_from_template):
         assert build(ids, [conversation], stub).tolist() == [[-100, 5, 6, 7, -100]]
 
 
@@ -102,7 +86,7 @@ def test_padding_is_not_supervised_even_if_the_answer_is_cut_off(side):
     whole = stub.tokenizer(chatml(GREETING))["input_ids"]
     row = whole[: whole.index(2, 20) - 2]  # "Hell"
     ids = torch.tensor([[0] * 5 + row if side == "left" else row + [0] * 5])
-    labels = build_labels_from_template(ids, [GREETING], stub)
+    labels = collate_fns.build_labels_from_template(ids, [GREETING], stub)
     assert supervised_texts(stub.tokenizer, ids, labels) == ["Hell"]
 
 
@@ -111,7 +95,7 @@ def test_media_tokens_in_an_answer_are_not_supervised():
     stub.image_token_id = 3
     conversation = make_turns(("user", "Draw."), ("assistant", [{"type": "image"}, *text("Here.")]))
     ids = torch.tensor([stub.tokenizer(chatml(conversation))["input_ids"]])
-    labels = build_labels_from_template(ids, [conversation], stub)
+    labels = collate_fns.build_labels_from_template(ids, [conversation], stub)
     assert supervised_texts(stub.tokenizer, ids, labels) == ["Here.<|im_end|>"]
 
 
@@ -120,7 +104,7 @@ def test_another_number_of_markers_than_expected_is_not_used():
     # An answer that is in the ids and not in the conversation: the one that is gets found by search.
     more = [*GREETING, *make_turns(("assistant", "I am not here."))]
     ids = torch.tensor([stub.tokenizer(chatml(more))["input_ids"]])
-    labels = build_labels_from_template(ids, [GREETING], stub)
+    labels = collate_fns.build_labels_from_template(ids, [GREETING], stub)
     assert supervised_texts(stub.tokenizer, ids, labels) == ["Hello!<|im_end|>"]
 
 
@@ -130,7 +114,7 @@ def test_an_answer_that_repeats_the_question_is_searched_after_it():
         ("user", "Say Paris"), ("assistant", "Paris"), ("user", "Again: Paris"), ("assistant", "Paris")
     )
     ids = torch.tensor([stub.tokenizer(chatml(conversation))["input_ids"]])
-    labels = build_labels(ids, [conversation], stub)
+    labels = collate_fns.build_labels(ids, [conversation], stub)
     assert supervised_texts(stub.tokenizer, ids, labels) == ["Paris<|im_end|>Paris<|im_end|>"]
     after_the_question = (ids[0] == 1).nonzero()[1]
     assert (labels[0] != IGNORE_INDEX).nonzero()[0] > after_the_question
@@ -139,7 +123,7 @@ def test_an_answer_that_repeats_the_question_is_searched_after_it():
 def test_a_search_ignores_a_space_before_the_answer():
     tokenizer = processor("smolvlm").tokenizer
     batch = own_batch("smolvlm", [Raw(turns(answer="the cat"))])
-    labels = build_labels(batch["input_ids"], [turns(answer="the cat")], Wordless(tokenizer))
+    labels = collate_fns.build_labels(batch["input_ids"], [turns(answer="the cat")], Wordless(tokenizer))
     assert supervised_texts(tokenizer, batch["input_ids"], labels) == [" the cat<end_of_utterance>"]
 
 
@@ -147,7 +131,7 @@ def test_real_processors_are_labelled_exactly_where_a_search_fails():
     # "\n\n" melts with the marker's newline into one token.
     conversation = turns(answer="\n\nA cat.")
     batch = own_batch("qwen2_vl", [Raw(conversation)])
-    labels = build_labels_from_template(batch["input_ids"], [conversation], processor("qwen2_vl"))
+    labels = collate_fns.build_labels_from_template(batch["input_ids"], [conversation], processor("qwen2_vl"))
     said_there = supervised_texts(processor("qwen2_vl").tokenizer, batch["input_ids"], labels)
     assert said_there == ["\n\n\nA cat.<|im_end|>"]
 
@@ -157,7 +141,7 @@ def test_a_sample_without_supervised_tokens_is_logged_and_recorded(ledger, caplo
     silent = make_turns(("user", "Hi"))
     ids = torch.tensor([stub.tokenizer(chatml(silent))["input_ids"]])
     with caplog.at_level(logging.WARNING):
-        labels = build_labels_from_template(ids, [silent], stub)
+        labels = collate_fns.build_labels_from_template(ids, [silent], stub)
     assert (labels == IGNORE_INDEX).all()
     (entry,) = ledger
     assert (entry.reason, entry.action, entry.stage) == ("nothing_supervised", "kept", "collate")
@@ -166,30 +150,31 @@ def test_a_sample_without_supervised_tokens_is_logged_and_recorded(ledger, caplo
 
 def test_an_answer_that_is_not_found_is_logged(ledger, caplog):
     with caplog.at_level(logging.WARNING):
-        build_labels(torch.tensor([[9, 9, 9]]), [GREETING], Wordless())
+        collate_fns.build_labels(torch.tensor([[9, 9, 9]]), [GREETING], Wordless())
     assert "'Hello!'" in caplog.text
     assert ledger.counts() == {"nothing_supervised": 1}
 
 
 def test_rows_and_conversations_must_be_as_many():
     with pytest.raises(ConfigError, match="1 rows of ids for 2 conversations"):
-        build_labels(torch.tensor([[1, 2]]), [GREETING, GREETING], Wordless())
+        collate_fns.build_labels(torch.tensor([[1, 2]]), [GREETING, GREETING], Wordless())
 
 
 def test_a_pattern_is_found_from_a_place_on():
     ids = torch.tensor([1, 2, 3, 1, 2, 4])
-    assert _find_pattern_indices(ids, torch.tensor([1, 2])) == (0, 2)
-    assert _find_pattern_indices(ids, torch.tensor([1, 2]), search_start_index=1) == (3, 5)
-    assert _find_pattern_indices(ids, [2, 4]) == (4, 6)
-    assert _find_pattern_indices(ids, torch.tensor([9])) == (-1, -1)
-    assert _find_pattern_indices(ids, []) == (-1, -1)
+    assert collate_fns._find_pattern_indices(ids, torch.tensor([1, 2])) == (0, 2)
+    assert collate_fns._find_pattern_indices(ids, torch.tensor([1, 2]), search_start_index=1) == (3, 5)
+    assert collate_fns._find_pattern_indices(ids, [2, 4]) == (4, 6)
+    assert collate_fns._find_pattern_indices(ids, torch.tensor([9])) == (-1, -1)
+    assert collate_fns._find_pattern_indices(ids, []) == (-1, -1)
 
 
 def test_the_first_token_of_a_pattern_may_differ_if_there_are_others():
     ids = torch.tensor([1, 2, 3, 4])
-    assert _find_pattern_indices(ids, torch.tensor([9, 3]), allow_first_token_mismatch=True) == (1, 3)
-    assert _find_pattern_indices(ids, torch.tensor([9, 3])) == (-1, -1)
-    assert _find_pattern_indices(ids, torch.tensor([9]), allow_first_token_mismatch=True) == (-1, -1)
+    find = collate_fns._find_pattern_indices
+    assert find(ids, torch.tensor([9, 3]), allow_first_token_mismatch=True) == (1, 3)
+    assert find(ids, torch.tensor([9, 3])) == (-1, -1)
+    assert find(ids, torch.tensor([9]), allow_first_token_mismatch=True) == (-1, -1)
 
 
 @pytest.mark.parametrize(
@@ -202,11 +187,11 @@ def test_the_first_token_of_a_pattern_may_differ_if_there_are_others():
     ],
 )
 def test_the_text_of_a_turn(content, expected):
-    assert _extract_assistant_text({"role": "assistant", "content": content}) == expected
+    assert collate_fns._extract_assistant_text({"role": "assistant", "content": content}) == expected
 
 
 def test_the_text_of_a_turn_without_content_is_empty():
-    assert _extract_assistant_text({"role": "assistant"}) == ""
+    assert collate_fns._extract_assistant_text({"role": "assistant"}) == ""
 
 
 class WantsList:
@@ -256,22 +241,23 @@ class OutOfVocabulary:
     ],
 )
 def test_one_token_is_decoded_by_any_tokenizer(tokenizer, expected):
-    assert _decode_single_token(tokenizer, 7) == expected
+    assert collate_fns._decode_single_token(tokenizer, 7) == expected
 
 
 def test_the_marker_of_chatml_and_its_end():
-    assert _get_assistant_marker(CharTokenizer()) == CharTokenizer()("<|im_start|>assistant\n")["input_ids"]
-    assert _get_stop_token_id(CharTokenizer()) == 2
+    marker = CharTokenizer()("<|im_start|>assistant\n")["input_ids"]
+    assert collate_fns._get_assistant_marker(CharTokenizer()) == marker
+    assert collate_fns._get_stop_token_id(CharTokenizer()) == 2
     real = processor("qwen2_vl").tokenizer
-    assert real.decode(_get_assistant_marker(real)) == "<|im_start|>assistant\n"
-    assert real.decode(_get_stop_token_id(real)) == "<|im_end|>"
+    assert real.decode(collate_fns._get_assistant_marker(real)) == "<|im_start|>assistant\n"
+    assert real.decode(collate_fns._get_stop_token_id(real)) == "<|im_end|>"
 
 
 def test_a_tokenizer_without_chatml_has_no_marker():
     gemma = processor("gemma3").tokenizer
-    assert _get_assistant_marker(gemma) is None
-    assert _get_stop_token_id(gemma) is None
-    assert _get_assistant_marker(BareTokenizer()) is None
+    assert collate_fns._get_assistant_marker(gemma) is None
+    assert collate_fns._get_stop_token_id(gemma) is None
+    assert collate_fns._get_assistant_marker(BareTokenizer()) is None
 
 
 def test_a_tokenizer_that_says_unknown_has_no_marker():
@@ -281,5 +267,5 @@ def test_a_tokenizer_that_says_unknown_has_no_marker():
         def convert_tokens_to_ids(self, token):
             return 99
 
-    assert _get_assistant_marker(Unknowing()) is None
-    assert _get_stop_token_id(Unknowing()) is None
+    assert collate_fns._get_assistant_marker(Unknowing()) is None
+    assert collate_fns._get_stop_token_id(Unknowing()) is None

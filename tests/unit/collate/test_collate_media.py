@@ -10,16 +10,8 @@ from PIL import Image
 from contract.calls import Raw, own_batch
 from contract.processors import FAMILIES, processor
 from contract.samples import clip, make_image, tone, turns
-from packhorse.collate_fns import (
-    _count_media_per_sample,
-    _drop_overlong_samples,
-    _ensure_rgb,
-    _estimate_media_tokens,
-    _extract_image_config,
-    _extract_media_from_conversations,
-)
+from packhorse import collate_fns
 from packhorse.errors import BadSample
-from packhorse.ledger import Ledger
 
 
 def question(*media) -> list[dict]:
@@ -30,13 +22,6 @@ def image(source) -> dict:
     return {"type": "image", "image": source}
 
 
-@pytest.fixture
-def ledger(monkeypatch):
-    made = Ledger()
-    monkeypatch.setattr("packhorse.collate.finish.default_ledger", lambda: made)
-    return made
-
-
 def test_media_come_as_the_parts_hold_them_in_the_order_of_the_text():
     small = make_image(8, 8)
     conversations = [
@@ -44,25 +29,26 @@ def test_media_come_as_the_parts_hold_them_in_the_order_of_the_text():
         GREETING,
         question(image("b.png"), {"type": "audio", "audio": "c.wav"}),
     ]
-    assert _extract_media_from_conversations(conversations) == ([small, "b.png"], ["a.mp4"])
+    assert collate_fns._extract_media_from_conversations(conversations) == ([small, "b.png"], ["a.mp4"])
 
 
 def test_without_media_there_is_none():
-    assert _extract_media_from_conversations([GREETING, make_turns(("user", "Hi"))]) == (None, None)
+    conversations = [GREETING, make_turns(("user", "Hi"))]
+    assert collate_fns._extract_media_from_conversations(conversations) == (None, None)
 
 
 def test_images_and_videos_are_counted_for_each_sample():
     video = {"type": "video", "video": ["1.png", "2.png"]}
     conversations = [question(image("a.png"), video, image("b.png")), GREETING, question(video)]
-    assert _count_media_per_sample(conversations) == ([2, 0, 0], [1, 0, 1])
-    assert _count_media_per_sample([]) == ([], [])
+    assert collate_fns._count_media_per_sample(conversations) == ([2, 0, 0], [1, 0, 1])
+    assert collate_fns._count_media_per_sample([]) == ([], [])
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "L", "P", "CMYK", "1", "LA", "I;16"])
 def test_any_image_becomes_rgb_in_place(mode):
     part = image(Image.new(mode, (4, 3)))
     conversation = question(part)
-    assert _ensure_rgb([conversation, make_turns(("user", "Hi"))])[0] is conversation
+    assert collate_fns._ensure_rgb([conversation, make_turns(("user", "Hi"))])[0] is conversation
     assert part["image"].mode == "RGB"
     assert part["image"].size == (4, 3)
 
@@ -70,7 +56,7 @@ def test_any_image_becomes_rgb_in_place(mode):
 def test_rgb_images_and_paths_stay():
     rgb = make_image(4, 4)
     parts = [image(rgb), image("a.png")]
-    _ensure_rgb([question(*parts)])
+    collate_fns._ensure_rgb([question(*parts)])
     assert parts[0]["image"] is rgb
     assert parts[1]["image"] == "a.png"
 
@@ -84,18 +70,18 @@ def test_rgb_images_and_paths_stay():
     ],
 )
 def test_the_geometry_of_images_is_read_from_the_processor(owner):
-    found = _extract_image_config(SimpleNamespace(image_processor=owner))
+    found = collate_fns._extract_image_config(SimpleNamespace(image_processor=owner))
     expected = {"patch_size": 14, "merge_size": 2, "factor": 28, "min_pixels": 100, "max_pixels": 900}
     assert found == expected
 
 
 def test_a_processor_without_that_geometry_has_none():
-    assert _extract_image_config(SimpleNamespace()) is None
-    assert _extract_image_config(processor("smolvlm")) is None
+    assert collate_fns._extract_image_config(SimpleNamespace()) is None
+    assert collate_fns._extract_image_config(processor("smolvlm")) is None
 
 
 def test_the_geometry_of_a_real_processor():
-    found = _extract_image_config(processor("qwen3_vl"))
+    found = collate_fns._extract_image_config(processor("qwen3_vl"))
     assert (found["patch_size"], found["factor"]) == (16, 32)
     assert (found["min_pixels"], found["max_pixels"]) == (4 * 32 * 32, 32 * 32 * 256)
 
@@ -133,7 +119,7 @@ def test_media_tokens_are_estimated_exactly_for_known_families(name, kind):
     content = Encoder(processor(name)).media_token_ids
     placeholders = len(raw.images) + len(raw.clips) + len(raw.audios)
     assert (
-        _estimate_media_tokens(conversation, processor(name))
+        collate_fns._estimate_media_tokens(conversation, processor(name))
         == sum(token in content for token in ids) - placeholders
     )
 
@@ -142,29 +128,30 @@ def test_media_that_cannot_be_read_add_nothing(tmp_path):
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no image")
     parts = [image(str(tmp_path / "missing.png")), image(str(broken)), {"type": "image"}]
-    assert _estimate_media_tokens(question(*parts), processor("qwen2_vl")) == 0
+    assert collate_fns._estimate_media_tokens(question(*parts), processor("qwen2_vl")) == 0
 
 
 def test_images_of_an_unknown_processor_are_measured_by_its_geometry(tmp_path):
     path = tmp_path / "a.png"
     make_image(56, 84).save(path)
     unknown = CallProcessor()
-    assert _estimate_media_tokens(question(image(str(path))), unknown) == 0
+    assert collate_fns._estimate_media_tokens(question(image(str(path))), unknown) == 0
     unknown.image_processor = SimpleNamespace(patch_size=14, merge_size=2, min_pixels=1, max_pixels=10**6)
-    assert _estimate_media_tokens(question(image(str(path)), image(make_image(28, 28))), unknown) == 5
-    assert _estimate_media_tokens(question({"type": "video", "video": "a.mp4"}), unknown) == 0
+    conversation = question(image(str(path)), image(make_image(28, 28)))
+    assert collate_fns._estimate_media_tokens(conversation, unknown) == 5
+    assert collate_fns._estimate_media_tokens(question({"type": "video", "video": "a.mp4"}), unknown) == 0
 
 
 def test_no_limit_leaves_all():
     conversations = [GREETING, GREETING]
-    assert _drop_overlong_samples(conversations, object(), None) == (conversations, [0, 1])
+    assert collate_fns._drop_overlong_samples(conversations, object(), None) == (conversations, [0, 1])
 
 
 @pytest.mark.parametrize("made", [CallProcessor, StrictProcessor], ids=["renders", "cannot render"])
 def test_overlong_samples_are_dropped_and_named(made, ledger, caplog):
     long = make_turns(("user", "Why? " * 50), ("assistant", "So."))
     with caplog.at_level(logging.WARNING):
-        kept, places = _drop_overlong_samples([GREETING, long, GREETING], made(), 100)
+        kept, places = collate_fns._drop_overlong_samples([GREETING, long, GREETING], made(), 100)
     assert (kept, places) == ([GREETING, GREETING], [0, 2])
     (entry,) = ledger
     assert (entry.reason, entry.action, entry.stage) == ("too_long", "dropped", "collate")
@@ -176,13 +163,13 @@ def test_images_count_towards_the_length(ledger):
     conversation, words = question(image(make_image(280, 280))), question()
     text_tokens = len(own_batch("qwen2_vl", [Raw(turns("image", question="What?"))])["input_ids"][0])
     real = processor("qwen2_vl")
-    assert _drop_overlong_samples([conversation], real, text_tokens + 99)[1] == [0]
-    assert _drop_overlong_samples([conversation, words], real, text_tokens + 98)[1] == [1]
+    assert collate_fns._drop_overlong_samples([conversation], real, text_tokens + 99)[1] == [0]
+    assert collate_fns._drop_overlong_samples([conversation, words], real, text_tokens + 98)[1] == [1]
 
 
 def test_a_batch_with_nothing_left_is_an_error_and_not_recorded(ledger):
     with pytest.raises(ValueError, match="all 2 samples of the batch have more than max_length=5") as caught:
-        _drop_overlong_samples([GREETING, GREETING], CallProcessor(), 5)
+        collate_fns._drop_overlong_samples([GREETING, GREETING], CallProcessor(), 5)
     assert isinstance(caught.value, BadSample)
     assert caught.value.reason == "too_long"
     assert len(ledger) == 0
@@ -195,6 +182,6 @@ def test_a_tokenizer_that_only_encodes_is_enough(ledger):
 
     stub = SimpleNamespace(tokenizer=Encoder(), apply_chat_template=lambda turns, tokenize: chatml(turns))
     length = len(CharTokenizer()(chatml(GREETING))["input_ids"])
-    assert _drop_overlong_samples([GREETING], stub, length)[1] == [0]
+    assert collate_fns._drop_overlong_samples([GREETING], stub, length)[1] == [0]
     with pytest.raises(ValueError, match="more than"):
-        _drop_overlong_samples([GREETING], stub, length - 1)
+        collate_fns._drop_overlong_samples([GREETING], stub, length - 1)

@@ -192,12 +192,10 @@ def test_the_fake_image_of_an_unlisted_processor_is_hidden_if_it_has_an_image_to
     assert batch["attention_mask"][1].sum() == with_mask["attention_mask"][1].sum() - 1
 
 
-def test_a_sample_that_only_the_processor_shows_to_be_too_long_is_dropped(monkeypatch, caplog):
+def test_a_sample_that_only_the_processor_shows_to_be_too_long_is_dropped(ledger, caplog):
     """Timestamps are not in the estimate; the sample is too long by one token all the same."""
     from contract.samples import clip
 
-    ledger = Ledger()
-    monkeypatch.setattr("packhorse.collate.finish.default_ledger", lambda: ledger)
     frames, metadata = clip(6)
     video = {"type": "video", "video": frames, "video_metadata": metadata}
     video_example = {"conversation": make_turns(("user", [video]), ("assistant", "A cat."))}

@@ -12,7 +12,6 @@ from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import _expand_image_tokens, kimi_k25_vl_collate_fn, kimi_vl_collate_fn
 from packhorse.families import Encoder
 from packhorse.families.kimi_k25 import KimiK25Remote
-from packhorse.ledger import Ledger
 
 MEDIA = 3
 
@@ -24,13 +23,6 @@ def supervised_texts(tokenizer, labels) -> list[str]:
 def image_example(*sizes: tuple[int, int], answer: str = "A cat.") -> dict:
     parts = [{"type": "image", "image": make_image(*size)} for size in sizes]
     return {"conversation": make_turns(("user", [*parts, *text("What?")]), ("assistant", text(answer)))}
-
-
-@pytest.fixture
-def ledger(monkeypatch):
-    made = Ledger()
-    monkeypatch.setattr("packhorse.collate.finish.default_ledger", lambda: made)
-    return made
 
 
 class K25(CallProcessor):

@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 
-from contract.processors import processor
 from count_samples import chat, sidecars, write_chats
 from packhorse.count.counting import count_meta
 from packhorse.count.sidecar import Sidecar, batch_digest
 from packhorse.errors import ConfigError
 from packhorse.families.models import open_processor
-
-
-@pytest.fixture(scope="module")
-def qwen() -> Any:
-    return processor("qwen2_vl")
 
 
 class Stopped(Exception):

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ import pytest
 
 from contract.processors import build, processor
 from count_samples import (
+    Stopped,
+    StopsAfter,
     chat,
     python_path,
     save_processor,
@@ -30,27 +31,6 @@ from packhorse.datasets import make_meta_dataset
 from packhorse.errors import ConfigError
 from packhorse.rows.row_files import open_rows
 from packhorse.utils.pool import LocalEngine
-
-
-@pytest.fixture(scope="module")
-def qwen() -> Any:
-    return processor("qwen2_vl")
-
-
-class Stopped(Exception):
-    """A run that ends in the middle."""
-
-
-class StopsAfter:
-    """An engine whose run ends after ``tasks`` tasks."""
-
-    def __init__(self, tasks: int) -> None:
-        self.tasks = tasks
-
-    def run(self, work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        for number, task in islice(enumerate(tasks), self.tasks):
-            yield number, work(task)
-        raise Stopped
 
 
 class Backwards:

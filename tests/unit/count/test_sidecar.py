@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from contract.processors import build, processor
+from contract.processors import build
 from count_samples import chat, save_processor, sidecars, write_chats, write_meta, write_rows
 from packhorse.cli.demo.data import write_demo_data
 from packhorse.count.columns import CountColumns
@@ -23,11 +23,6 @@ from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.types import MEDIA_KINDS
 from row_files import WRITERS
-
-
-@pytest.fixture(scope="module")
-def qwen() -> Any:
-    return processor("qwen2_vl")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,16 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from contract.processors import processor
-from count_samples import chat, sidecars, stale_files, write_chats, write_meta, write_rows
+from count_samples import (
+    Stopped,
+    StopsAfter,
+    chat,
+    sidecars,
+    stale_files,
+    write_chats,
+    write_meta,
+    write_rows,
+)
 from packhorse.count import counting
 from packhorse.count.count_report import write_counted_jsonl
 from packhorse.count.counting import count_meta, save_part
@@ -22,11 +29,6 @@ from packhorse.count.parts import PartCounter
 from packhorse.count.sidecar import Sidecar, counts_of, open_sidecar, sidecar_locations
 from packhorse.datasets import open_meta_dataset
 from packhorse.errors import SystemFault
-
-
-@pytest.fixture(scope="module")
-def qwen() -> Any:
-    return processor("qwen2_vl")
 
 
 class Engine:
@@ -39,22 +41,6 @@ class Engine:
         for number, task in enumerate(tasks):
             yield number, work(task)
             self.between(number)
-
-
-class Stopped(Exception):
-    """A run that ends in the middle."""
-
-
-class StopsAfter:
-    """An engine whose run ends after ``tasks`` tasks."""
-
-    def __init__(self, tasks: int) -> None:
-        self.tasks = tasks
-
-    def run(self, work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        for number, task in islice(enumerate(tasks), self.tasks):
-            yield number, work(task)
-        raise Stopped
 
 
 def replaced_in_the_middle(path: Path, row: int) -> None:

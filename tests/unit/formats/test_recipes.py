@@ -17,18 +17,7 @@ from PIL import Image
 
 import packhorse
 from contract.processors import processor
-from packhorse.datasets import (
-    json2token,
-    make_cord_v2_dataset,
-    make_cv17_dataset,
-    make_llava_onevision_dataset,
-    make_medpix_dataset,
-    make_rdr_dataset,
-    make_shopify_product_catalogue_dataset,
-    make_tulu3_dataset,
-    make_tulu3_magicoder_text_mix_dataset,
-    make_unimm_chat_dataset,
-)
+from packhorse import datasets as recipes
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.types import World
@@ -58,7 +47,7 @@ def test_rdr_asks_for_a_description(tmp_path: Path) -> None:
         {"image": [shade_image(10), shade_image(20)], "text": ["ten", "twenty"]},
         image=datasets.Image(),
     )
-    dataset = make_rdr_dataset(path)
+    dataset = recipes.make_rdr_dataset(path)
     assert len(dataset) == 2
     user, assistant = dataset[1]["conversation"]
     assert shade(user["content"][0]) == 20
@@ -68,7 +57,7 @@ def test_rdr_asks_for_a_description(tmp_path: Path) -> None:
 
 def test_medpix_stays_on_disk_and_decodes_on_access(tmp_path: Path) -> None:
     columns = {"image_id": [shade_image(30)], "question": ["What?"], "answer": ["That."]}
-    dataset = make_medpix_dataset(write(tmp_path, columns, image_id=datasets.Image()), split="train")
+    dataset = recipes.make_medpix_dataset(write(tmp_path, columns, image_id=datasets.Image()), split="train")
     assert isinstance(dataset, datasets.Dataset)
     user, assistant = dataset[0]["conversation"]
     assert shade(user["content"][0]) == 30
@@ -85,29 +74,31 @@ def test_cord_turns_its_parse_into_tokens(tmp_path: Path) -> None:
         json.dumps({"meta": {}}),
     ]
     path = write(tmp_path, {"image": [shade_image(1)] * 3, "ground_truth": truths}, image=datasets.Image())
-    dataset = make_cord_v2_dataset(path)
+    dataset = recipes.make_cord_v2_dataset(path)
     answer = dataset[0]["conversation"][1]["content"][0]["text"]
     assert answer == (
         "<s_total><s_price>4</s_price></s_total><s_menu><s_nm>tea</s_nm><sep/><s_nm>pie</s_nm></s_menu>"
     )
     picks = {
-        make_cord_v2_dataset(path, seed=s)[1]["conversation"][1]["content"][0]["text"] for s in range(30)
+        recipes.make_cord_v2_dataset(path, seed=s)[1]["conversation"][1]["content"][0]["text"]
+        for s in range(30)
     }
     assert picks == {"<s_a>1</s_a>", "<s_a>2</s_a>", "<s_a>3</s_a>"}
     assert len({dataset[1]["conversation"][1]["content"][0]["text"] for _ in range(5)}) == 1
     with pytest.raises(BadSample, match="neither 'gt_parses'"):
         dataset[2]
-    assert len(make_cord_v2_dataset(path, limit_dataset_samples=2)) == 2
-    assert len(make_cord_v2_dataset(path, limit_dataset_samples=9)) == 3
+    assert len(recipes.make_cord_v2_dataset(path, limit_dataset_samples=2)) == 2
+    assert len(recipes.make_cord_v2_dataset(path, limit_dataset_samples=9)) == 3
     with pytest.raises(ConfigError, match="limit_dataset_samples=-1: expected at least 0"):
-        make_cord_v2_dataset(path, limit_dataset_samples=-1)
+        recipes.make_cord_v2_dataset(path, limit_dataset_samples=-1)
 
 
 def test_json2token_knows_plain_text_and_key_order() -> None:
-    assert json2token({"text_sequence": "plain"}) == "plain"
-    assert json2token({"a": 1, "b": [2, {"c": None}]}) == "<s_b>2<sep/><s_c>None</s_c></s_b><s_a>1</s_a>"
-    assert json2token({"a": 1, "b": 2}, sort_json_key=False) == "<s_a>1</s_a><s_b>2</s_b>"
-    assert json2token({}) == ""
+    assert recipes.json2token({"text_sequence": "plain"}) == "plain"
+    nested = {"a": 1, "b": [2, {"c": None}]}
+    assert recipes.json2token(nested) == "<s_b>2<sep/><s_c>None</s_c></s_b><s_a>1</s_a>"
+    assert recipes.json2token({"a": 1, "b": 2}, sort_json_key=False) == "<s_a>1</s_a><s_b>2</s_b>"
+    assert recipes.json2token({}) == ""
 
 
 def test_cv17_gives_the_prompt_and_the_audio(tmp_path: Path) -> None:
@@ -116,7 +107,7 @@ def test_cv17_gives_the_prompt_and_the_audio(tmp_path: Path) -> None:
     soundfile.write(clip, np.stack([wave, wave], axis=1), 16_000, format="WAV", subtype="FLOAT")
     columns = {"audio": [{"bytes": clip.getvalue(), "path": "a.wav"}], "transcription": ["Merhaba"]}
     path = write(tmp_path, columns, audio=datasets.Audio())
-    item = make_cv17_dataset(path)[0]
+    item = recipes.make_cv17_dataset(path)[0]
     assert item["conversation"] == [
         {"role": "user", "content": "<|endoftext11|>Transcribe the Turkish audio clip."},
         {"role": "assistant", "content": "Merhaba"},
@@ -125,7 +116,7 @@ def test_cv17_gives_the_prompt_and_the_audio(tmp_path: Path) -> None:
     assert rate == 16_000
     assert array.dtype == np.float32
     np.testing.assert_allclose(array, wave, atol=1e-6)
-    other = make_cv17_dataset(path, audio_placeholder="<|audio_1|>")[0]["conversation"][0]["content"]
+    other = recipes.make_cv17_dataset(path, audio_placeholder="<|audio_1|>")[0]["conversation"][0]["content"]
     assert other.startswith("<|audio_1|>Transcribe")
 
 
@@ -139,7 +130,7 @@ def test_unimm_puts_the_image_where_the_text_has_it(tmp_path: Path) -> None:
     ]
     other = [{"from": "judge"}]
     columns = {"image": [shade_image(9)] * 3, "conversation": [json.dumps(turns), json.dumps(other), "{"]}
-    dataset = make_unimm_chat_dataset(write(tmp_path, columns, image=datasets.Image()))
+    dataset = recipes.make_unimm_chat_dataset(write(tmp_path, columns, image=datasets.Image()))
     conversation = dataset[0]["conversation"]
     assert [turn["role"] for turn in conversation] == ["user", "assistant"] * 2 + ["user"]
     kinds = [[part["type"] for part in turn["content"]] for turn in conversation]
@@ -168,7 +159,7 @@ def test_unimm_skips_a_turn_of_another_role_and_records_it(
         "conversation": [json.dumps(turns), json.dumps(turns[1:2])],
     }
     path = write(tmp_path, columns, image=datasets.Image())
-    dataset = make_unimm_chat_dataset(path)
+    dataset = recipes.make_unimm_chat_dataset(path)
     with caplog.at_level(logging.WARNING):
         roles = [[turn["role"] for turn in dataset[0]["conversation"]] for _ in range(3)]
     assert roles == [["user", "assistant"]] * 3
@@ -187,7 +178,7 @@ def test_the_ledger_of_a_loader_names_each_row_with_a_skipped_turn_once(tmp_path
         {"role": "assistant", "content": "A cat."},
     ]
     path = write(tmp_path, {"messages": [turns, turns[::2], turns, turns]})
-    rows = make_tulu3_dataset(path)
+    rows = recipes.make_tulu3_dataset(path)
     loader = packhorse.load(rows, processor("qwen2_vl"), model="unchecked", world=World(), pack_size=256)
     for _ in range(3):
         list(loader)
@@ -208,7 +199,7 @@ def test_llava_puts_images_where_the_questions_have_their_tags(tmp_path: Path) -
         "conversations": [turns, plain, turns, plain],
     }
     path = write(tmp_path, columns, image=datasets.Image())
-    dataset = make_llava_onevision_dataset(path)
+    dataset = recipes.make_llava_onevision_dataset(path)
     question, answer = dataset[0]["conversation"]
     assert question["content"][0] == {"type": "text", "text": "What is it?"}
     assert shade(question["content"][1]) == 4
@@ -224,13 +215,13 @@ def test_llava_puts_images_where_the_questions_have_their_tags(tmp_path: Path) -
 def test_llava_paths_get_the_media_folder_and_lists_are_used_in_order(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "<image><image> Compare."}, {"from": "gpt", "value": "Same."}]
     columns = {"image": [["a.jpg", "/b.jpg"]], "conversations": [turns]}
-    dataset = make_llava_onevision_dataset(write(tmp_path, columns), media_dir="coco")
+    dataset = recipes.make_llava_onevision_dataset(write(tmp_path, columns), media_dir="coco")
     parts = dataset[0]["conversation"][0]["content"]
     assert [part.get("image") for part in parts] == ["coco/a.jpg", "/b.jpg", None]
     (tmp_path / "two").mkdir()
     columns = {"image": [["a.jpg"]], "conversations": [turns]}
     with pytest.raises(BadSample, match="column 'image' holds nothing"):
-        make_llava_onevision_dataset(write(tmp_path / "two", columns))[0]
+        recipes.make_llava_onevision_dataset(write(tmp_path / "two", columns))[0]
 
 
 def test_shopify_asks_for_the_category_and_decodes_on_access(tmp_path: Path) -> None:
@@ -241,7 +232,7 @@ def test_shopify_asks_for_the_category_and_decodes_on_access(tmp_path: Path) -> 
         "product_title": ["Hat", "Toy", "Pet"],
     }
     path = write(tmp_path, columns, product_image=datasets.Image())
-    dataset = make_shopify_product_catalogue_dataset(path, "train", 2)
+    dataset = recipes.make_shopify_product_catalogue_dataset(path, "train", 2)
     assert isinstance(dataset, datasets.Dataset)
     assert len(dataset) == 2
     user, assistant = dataset[0]["conversation"]
@@ -251,7 +242,7 @@ def test_shopify_asks_for_the_category_and_decodes_on_access(tmp_path: Path) -> 
     with pytest.raises(BadSample):
         dataset[1]
     with pytest.raises(ConfigError, match="limit_dataset_samples=-1"):
-        make_shopify_product_catalogue_dataset(path, limit_dataset_samples=-1)
+        recipes.make_shopify_product_catalogue_dataset(path, limit_dataset_samples=-1)
 
 
 def chat(*turns: str) -> list[dict[str, str]]:
@@ -261,7 +252,7 @@ def chat(*turns: str) -> list[dict[str, str]]:
 
 def test_tulu_keeps_every_row_and_its_system_turns(tmp_path: Path) -> None:
     rows = [chat("system: Be brief.", "user: Hi", "assistant: Hello"), chat("user: 2", "assistant: 3")]
-    dataset = make_tulu3_dataset(write(tmp_path, {"id": ["a", "b"], "messages": rows}))
+    dataset = recipes.make_tulu3_dataset(write(tmp_path, {"id": ["a", "b"], "messages": rows}))
     assert isinstance(dataset, datasets.Dataset)
     assert texts(dataset[0]) == [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello")]
     assert texts(dataset[1]) == [("user", "2"), ("assistant", "3")]
@@ -282,7 +273,7 @@ def test_the_text_mix_takes_four_fifths_of_tulu_and_records_the_rows_that_it_dro
 
     def make(**more: Any) -> Any:
         paths = {"tulu_path": tulu, "magicoder_path": code}
-        return make_tulu3_magicoder_text_mix_dataset(**paths, ledger=ledger, truncate=True, **more)
+        return recipes.make_tulu3_magicoder_text_mix_dataset(**paths, ledger=ledger, truncate=True, **more)
 
     mix = make()
     conversations = [texts(mix[n]) for n in range(len(mix))]
@@ -310,19 +301,19 @@ def test_unknown_arguments_are_ignored_and_named_once(
     path = write(tmp_path, {"image": [shade_image(1)] * 4, "text": list("abcd")}, image=datasets.Image())
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert len(make_rdr_dataset(path, truncate=True, tokenizer=None)) == 4
+            assert len(recipes.make_rdr_dataset(path, truncate=True, tokenizer=None)) == 4
     assert caplog.text.count("ignoring tokenizer, truncate") == 1
 
 
 def test_arguments_go_on_to_load_dataset_and_a_wrong_folder_says_what_it_has(tmp_path: Path) -> None:
     path = write(tmp_path, {"image": [shade_image(1)] * 4, "text": list("abcd")}, image=datasets.Image())
-    assert len(make_rdr_dataset(path, split="train[:2]")) == 2
+    assert len(recipes.make_rdr_dataset(path, split="train[:2]")) == 2
     files = str(tmp_path / "data" / "*.parquet")
-    assert len(make_rdr_dataset("parquet", data_files=files)) == 4
+    assert len(recipes.make_rdr_dataset("parquet", data_files=files)) == 4
     with pytest.raises(ConfigError, match="no column image_id, question, answer; it has image, text"):
-        make_medpix_dataset(path)
+        recipes.make_medpix_dataset(path)
     with pytest.raises(ConfigError, match="gives a IterableDataset, expected a Dataset: name one split"):
-        make_rdr_dataset(path, streaming=True)
+        recipes.make_rdr_dataset(path, streaming=True)
 
 
 def encode_image(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
@@ -369,7 +360,12 @@ def test_an_image_that_cannot_be_used_is_rejected_with_its_reason_and_its_neighb
         "conversation": [turns] * 3,
     }
     path = write(tmp_path, columns, image=datasets.Image(), image_id=datasets.Image())
-    for make in (make_rdr_dataset, make_cord_v2_dataset, make_medpix_dataset, make_unimm_chat_dataset):
+    for make in (
+        recipes.make_rdr_dataset,
+        recipes.make_cord_v2_dataset,
+        recipes.make_medpix_dataset,
+        recipes.make_unimm_chat_dataset,
+    ):
         dataset = make(path)
         with pytest.raises(BadSample) as caught:
             dataset[1]
@@ -380,7 +376,7 @@ def test_an_image_that_cannot_be_used_is_rejected_with_its_reason_and_its_neighb
 def test_a_broken_image_in_a_column_that_is_not_used_does_no_harm(tmp_path: Path) -> None:
     columns = {"image": [shade_image(5)], "text": ["five"], "thumbnail": [{"bytes": b"broken", "path": None}]}
     path = write(tmp_path, columns, image=datasets.Image(), thumbnail=datasets.Image())
-    assert shade(make_rdr_dataset(path)[0]["conversation"][0]["content"][0]) == 5
+    assert shade(recipes.make_rdr_dataset(path)[0]["conversation"][0]["content"][0]) == 5
 
 
 def test_images_come_upright_and_in_rgb_as_the_hub_would_turn_them(tmp_path: Path) -> None:
@@ -391,13 +387,13 @@ def test_images_come_upright_and_in_rgb_as_the_hub_would_turn_them(tmp_path: Pat
     data = encode_image(photo, exif=exif)
     path = write(tmp_path, {"image": [{"bytes": data, "path": None}], "text": ["x"]}, image=datasets.Image())
     hubs_own = datasets.load_dataset(path, split="train")[0]["image"]
-    image = make_rdr_dataset(path)[0]["conversation"][0]["content"][0]["image"]
+    image = recipes.make_rdr_dataset(path)[0]["conversation"][0]["content"][0]["image"]
     assert (image.mode, image.size) == ("RGB", (6, 8))
     assert image.tobytes() == hubs_own.convert("RGB").tobytes()
 
 
 def test_a_column_of_paths_is_handed_on_as_it_is(tmp_path: Path) -> None:
-    dataset = make_rdr_dataset(write(tmp_path, {"image": ["cats/1.jpg", None], "text": ["a", "b"]}))
+    dataset = recipes.make_rdr_dataset(write(tmp_path, {"image": ["cats/1.jpg", None], "text": ["a", "b"]}))
     assert dataset[0]["conversation"][0]["content"][0] == {"type": "image", "image": "cats/1.jpg"}
     with pytest.raises(BadSample, match="column 'image' holds nothing"):
         dataset[1]
@@ -409,25 +405,40 @@ DEEP = "[" * 100_000
 @pytest.mark.parametrize(
     ("make", "column", "value", "words"),
     [
-        (make_rdr_dataset, "text", None, "column 'text' holds nothing, expected text"),
-        (make_cord_v2_dataset, "ground_truth", None, "holds nothing"),
-        (make_cord_v2_dataset, "ground_truth", "[1]", "JSON of a list, expected a dict"),
-        (make_cord_v2_dataset, "ground_truth", "7", "JSON of a int, expected a dict"),
-        (make_cord_v2_dataset, "ground_truth", '{"gt_parses": {"a": 1}}', "neither 'gt_parses'"),
-        (make_cord_v2_dataset, "ground_truth", DEEP, "nested too deep"),
+        (recipes.make_rdr_dataset, "text", None, "column 'text' holds nothing, expected text"),
+        (recipes.make_cord_v2_dataset, "ground_truth", None, "holds nothing"),
+        (recipes.make_cord_v2_dataset, "ground_truth", "[1]", "JSON of a list, expected a dict"),
+        (recipes.make_cord_v2_dataset, "ground_truth", "7", "JSON of a int, expected a dict"),
+        (recipes.make_cord_v2_dataset, "ground_truth", '{"gt_parses": {"a": 1}}', "neither 'gt_parses'"),
+        (recipes.make_cord_v2_dataset, "ground_truth", DEEP, "nested too deep"),
         (
-            make_cord_v2_dataset,
+            recipes.make_cord_v2_dataset,
             "ground_truth",
             '{"gt_parse": ' + '{"a":' * 900 + "1" + "}" * 901,
             "nested too deep",
         ),
-        (make_unimm_chat_dataset, "conversation", None, "holds nothing"),
-        (make_unimm_chat_dataset, "conversation", "null", "JSON of nothing, expected a list"),
-        (make_unimm_chat_dataset, "conversation", "[null]", "a turn needs"),
-        (make_unimm_chat_dataset, "conversation", '[{"from": "gpt", "value": null}]', r"'value' \(text\)"),
-        (make_unimm_chat_dataset, "conversation", '[{"from": "human", "value": 3}]', r"'value' \(text\)"),
-        (make_unimm_chat_dataset, "conversation", '[{"from": ["gpt"], "value": "x"}]', "a turn needs"),
-        (make_unimm_chat_dataset, "conversation", DEEP, "nested too deep"),
+        (recipes.make_unimm_chat_dataset, "conversation", None, "holds nothing"),
+        (recipes.make_unimm_chat_dataset, "conversation", "null", "JSON of nothing, expected a list"),
+        (recipes.make_unimm_chat_dataset, "conversation", "[null]", "a turn needs"),
+        (
+            recipes.make_unimm_chat_dataset,
+            "conversation",
+            '[{"from": "gpt", "value": null}]',
+            r"'value' \(text\)",
+        ),
+        (
+            recipes.make_unimm_chat_dataset,
+            "conversation",
+            '[{"from": "human", "value": 3}]',
+            r"'value' \(text\)",
+        ),
+        (
+            recipes.make_unimm_chat_dataset,
+            "conversation",
+            '[{"from": ["gpt"], "value": "x"}]',
+            "a turn needs",
+        ),
+        (recipes.make_unimm_chat_dataset, "conversation", DEEP, "nested too deep"),
     ],
 )
 def test_texts_and_json_of_another_kind_are_rejected_as_a_wrong_format(
@@ -442,7 +453,7 @@ def test_texts_and_json_of_another_kind_are_rejected_as_a_wrong_format(
 def test_a_medpix_or_cv17_row_without_text_or_audio_is_rejected(tmp_path: Path) -> None:
     text = datasets.Value("string")
     columns = {"image_id": [shade_image(1)] * 2, "question": ["a", None], "answer": [None, "b"]}
-    medpix = make_medpix_dataset(
+    medpix = recipes.make_medpix_dataset(
         write(tmp_path, columns, image_id=datasets.Image(), question=text, answer=text)
     )
     for index, column in ((0, "answer"), (1, "question")):
@@ -451,7 +462,8 @@ def test_a_medpix_or_cv17_row_without_text_or_audio_is_rejected(tmp_path: Path) 
         assert caught.value.reason == "wrong_format"
     (tmp_path / "audio").mkdir()
     columns = {"audio": [None, {"bytes": b"x", "path": "a.wav"}], "transcription": ["a", None]}
-    cv17 = make_cv17_dataset(write(tmp_path / "audio", columns, audio=datasets.Audio(), transcription=text))
+    path = write(tmp_path / "audio", columns, audio=datasets.Audio(), transcription=text)
+    cv17 = recipes.make_cv17_dataset(path)
     for index, reason in ((0, "missing_media"), (1, "wrong_format")):
         with pytest.raises(BadSample) as caught:
             cv17[index]

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleLoopedBFS
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, split_args_kwargs_into_chunks
 
-from contract.tiny_models import tiny_model
+from contract.tiny_models import tiny_model, with_layers
 from noise_floor import largest_difference, noise_floor, relative_difference
 from packhorse.collate.masks import document_block_mask, find_segments
 from packhorse.errors import ConfigError
@@ -171,18 +171,9 @@ def test_media_without_positions_need_token_types_and_packs_need_positions() -> 
 # --- stages -------------------------------------------------------------------------------------------------
 
 
-def deeper(name: str, layers: int) -> Any:
-    config = copy.deepcopy(tiny_model(name).config)
-    text = config.get_text_config()
-    text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None) is not None:
-        text.layer_types = [text.layer_types[0]] * layers
-    return type(tiny_model(name))(config)
-
-
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_stages_share_the_weights_of_the_model_under_their_names(name: str) -> None:
-    model = deeper(name, 5)
+    model = with_layers(name, 5)
     parts = split_vlm(model, 3)
     whole = dict(model.named_parameters())
     together = [(key, weight) for part in parts for key, weight in part.named_parameters()]
@@ -203,7 +194,7 @@ def test_one_stage_is_the_model() -> None:
 
 
 def test_layers_that_take_visual_features_stay_on_stage_0() -> None:
-    model = deeper("qwen3_vl", 4)
+    model = with_layers("qwen3_vl", 4)
     model.config.vision_config.deepstack_visual_indexes = [0, 0, 1]
     assert [len(part.model.language_model.layers) for part in split_vlm(model, 2)] == [3, 1]
     with pytest.raises(ConfigError, match=r"stage 0 has 2 decoder layers.*the first 3.*at least 3"):

@@ -24,36 +24,26 @@ def assert_bit_equal(ours, theirs):
             assert torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
 
 
+def loaders_of_all_ranks(rows, shape, mode):
+    world, batch_size, accumulation = shape
+    for rank in range(world):
+        yield load(
+            rows, rank, world, batch_size=batch_size, gradient_accumulation_steps=accumulation, mode=mode
+        )
+
+
 @pytest.mark.parametrize("mode", ["pack", "pad"])
 @pytest.mark.parametrize(("before", "after"), list(itertools.permutations(SHAPES, 2)))
 def test_another_shape_gets_exactly_what_was_not_used(before, after, mode):
     rows = texts(60)
     stop = 2
     used, state = [], None
-    world, batch, gradient_accumulation_steps = before
-    for rank in range(world):
-        loader = load(
-            rows,
-            rank,
-            world,
-            batch_size=batch,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            mode=mode,
-        )
+    for loader in loaders_of_all_ranks(rows, before, mode):
         used += delivered_rows(loader, stop)
         state = loader.state_dict()
     state = json.loads(json.dumps(state))
-    world, batch, gradient_accumulation_steps = after
     steps = set()
-    for rank in range(world):
-        loader = load(
-            rows,
-            rank,
-            world,
-            batch_size=batch,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            mode=mode,
-        )
+    for loader in loaders_of_all_ranks(rows, after, mode):
         loader.load_state_dict(state)
         if loader.epoch == 0:
             steps.add(loader.remaining)

@@ -1,4 +1,4 @@
-"""Real media, written by the tests: a video in which every frame has other pixels."""
+"""Real media, written by the tests: a video in which every frame has other pixels; an LMDB database."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 
 import av
+import lmdb
 import numpy as np
 
 CLOSED = {"bf": "2"}
@@ -50,6 +51,16 @@ def write_video(
             container.mux(packet)
     if rotation:
         _turn(path, rotation)
+    return path
+
+
+def write_database(path: Path, *, folder: bool = True, entries: dict[str, bytes] | None = None) -> Path:
+    """An LMDB database: a folder, or a single file."""
+    environment = lmdb.open(str(path), subdir=folder, map_size=1 << 24)
+    with environment.begin(write=True) as transaction:
+        for key, value in (entries or {"key": b"value", "other": b"second"}).items():
+            transaction.put(key.encode(), value)
+    environment.close()
     return path
 
 

@@ -6,12 +6,11 @@ import struct
 from pathlib import Path
 
 import av
-import lmdb
 import numpy as np
 import pytest
 import soundfile
 import torch
-from media_samples import write_video
+from media_samples import write_database, write_video
 from torchcodec.decoders import AudioDecoder
 
 from packhorse.errors import BadSample
@@ -83,10 +82,7 @@ def test_formats_of_libsndfile_are_decoded_and_measured(
 def test_all_sources_give_the_same_audio(tmp_path: Path, memory) -> None:
     data = audio_bytes(tone(), subtype="FLOAT")
     (tmp_path / "a.wav").write_bytes(data)
-    environment = lmdb.open(str(tmp_path / "db.lmdb"))
-    with environment.begin(write=True) as transaction:
-        transaction.put(b"k", data)
-    environment.close()
+    write_database(tmp_path / "db.lmdb", entries={"k": data})
     for source in (
         tmp_path / "a.wav",
         f"file://{tmp_path}/a.wav",

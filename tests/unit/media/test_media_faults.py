@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import lmdb
 import numpy as np
 import pytest
 import soundfile
+from media_samples import write_database
 from PIL import Image
 
 from packhorse.errors import BadSample, PackhorseError, SystemFault, is_data_error
@@ -189,19 +189,11 @@ def _no_address_space() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), resource.RLIM_INFINITY))
 
 
-def write_database(path: Path) -> str:
-    environment = lmdb.open(str(path))
-    with environment.begin(write=True) as transaction:
-        transaction.put(b"key", b"value")
-    environment.close()
-    return f"{path}::key"
-
-
 def test_too_many_open_files_are_not_missing_media(tmp_path: Path, video: Path) -> None:
     (tmp_path / "frames").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "frames" / "1.png")
     path = tmp_path / "frames" / "1.png"
-    entry = write_database(tmp_path / "db.lmdb")
+    entry = f"{write_database(tmp_path / 'db.lmdb')}::key"
     calls: dict[str, Callable[[], object]] = {
         "image": lambda: load_image(path),
         "size": lambda: image_size(path),
@@ -218,7 +210,7 @@ def test_too_many_open_files_are_not_missing_media(tmp_path: Path, video: Path) 
 
 
 def test_a_database_that_cannot_be_mapped_is_not_broken_media(tmp_path: Path) -> None:
-    entry = write_database(tmp_path / "db.lmdb")
+    entry = f"{write_database(tmp_path / 'db.lmdb')}::key"
     (message,) = _messages_in_a_child(_no_address_space, {"entry": lambda: read_bytes(entry)}).values()
     assert message.startswith("SystemFault: ")
     assert "the machine is at fault, not the sample; free memory" in message

@@ -7,10 +7,9 @@ import struct
 import zlib
 from pathlib import Path
 
-import lmdb
 import numpy as np
 import pytest
-from media_samples import noise
+from media_samples import noise, write_database
 from PIL import Image
 from transformers.image_utils import load_image as transformers_load_image
 
@@ -70,10 +69,7 @@ def test_cmyk_16_bit_transparent_palette_and_one_pixel_images_become_rgb() -> No
 def test_all_sources_give_the_same_image(tmp_path: Path, memory) -> None:
     data = encode(plain(), "PNG")
     (tmp_path / "a.png").write_bytes(data)
-    environment = lmdb.open(str(tmp_path / "db.lmdb"))
-    with environment.begin(write=True) as transaction:
-        transaction.put(b"k", data)
-    environment.close()
+    write_database(tmp_path / "db.lmdb", entries={"k": data})
     for source in (
         tmp_path / "a.png",
         f"file://{tmp_path}/a.png",

@@ -6,18 +6,10 @@ from pathlib import Path
 
 import lmdb
 import pytest
+from media_samples import write_database
 
 from packhorse.errors import BadSample, ConfigError
 from packhorse.media import read_bytes
-
-
-def write_database(path: Path, *, folder: bool = True, entries: dict[str, bytes] | None = None) -> Path:
-    environment = lmdb.open(str(path), subdir=folder, map_size=1 << 24)
-    with environment.begin(write=True) as transaction:
-        for key, value in (entries or {"key": b"value", "other": b"second"}).items():
-            transaction.put(key.encode(), value)
-    environment.close()
-    return path
 
 
 def bad_sample(source: str) -> BadSample:

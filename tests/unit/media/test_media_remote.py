@@ -22,7 +22,6 @@ from media_samples import noise
 from PIL import Image
 
 import packhorse
-from contract.processors import processor
 from count_samples import python_path, save_processor, write_meta, write_rows
 from packhorse import LoaderConfig, World
 from packhorse.count.counting import count_meta
@@ -106,11 +105,6 @@ def server() -> Iterator[Server]:
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_WAITS", (0.0, 0.0))
     remote._failures.clear()
-
-
-@pytest.fixture(scope="module")
-def qwen() -> Any:
-    return processor("qwen2_vl")
 
 
 def bad_sample(source: str, call: Any = load_image) -> BadSample:

@@ -9,10 +9,9 @@ from fractions import Fraction
 from pathlib import Path
 
 import av
-import lmdb
 import numpy as np
 import pytest
-from media_samples import CLOSED, OPEN_GROUPS, decode_all, make_image, noise, write_video
+from media_samples import CLOSED, OPEN_GROUPS, decode_all, make_image, noise, write_database, write_video
 from PIL import Image
 from torchcodec.decoders import VideoDecoder
 
@@ -135,10 +134,7 @@ def test_probing_reads_the_header_only(faststart: Path) -> None:
 
 def test_all_sources_give_the_same_frames(video: Path, tmp_path: Path, memory) -> None:
     data = video.read_bytes()
-    environment = lmdb.open(str(tmp_path / "db.lmdb"))
-    with environment.begin(write=True) as transaction:
-        transaction.put(b"clip", data)
-    environment.close()
+    write_database(tmp_path / "db.lmdb", entries={"clip": data})
     expected = decode_all(video)[[0, 30, 59]]
     sources = [str(video), video, f"file://{video}", memory("clip.mp4", data), f"{tmp_path}/db.lmdb::clip"]
     for source in [*sources, data, bytearray(data), {"bytes": data, "path": None}, {"path": str(video)}]:

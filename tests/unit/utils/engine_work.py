@@ -51,18 +51,6 @@ class DieOnce:
         return number * number
 
 
-class Unlucky(ValueError):
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-def fail_on_three(number: int) -> int:
-    if number == 3:
-        raise Unlucky(number)
-    return number
-
-
 class BadlyPickled(Exception):
     def __init__(self, one: str, two: str) -> None:
         super().__init__(f"{one} and {two}")

@@ -15,17 +15,16 @@ import pytest
 from engine_work import (
     BadlyPickled,
     DieOnce,
-    Unlucky,
     always_die,
     big,
     environment,
-    fail_on_three,
     raise_badly_pickled,
     return_a_lock,
     slow_first,
     square,
 )
 
+from failing_work import Unlucky, fail_on_three
 from packhorse.count.engines import make_engine
 from packhorse.errors import ConfigError
 from packhorse.utils.pool import EngineError, LocalEngine

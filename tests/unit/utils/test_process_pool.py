@@ -14,10 +14,8 @@ import pytest
 import torch
 from engine_work import (
     Share,
-    Unlucky,
     always_die,
     big,
-    fail_on_three,
     many_tensors,
     process_id,
     sleep,
@@ -25,6 +23,7 @@ from engine_work import (
     tensor,
 )
 
+from failing_work import Unlucky, fail_on_three
 from packhorse.utils.pool import EngineError, ProcessPool, ResultTimeout, WorkerDied
 
 
