@@ -231,10 +231,9 @@ class PackedDatasetWrapper(ReplacingDataset):
         logger.warning("%s %s: %s", self.sample_key(index), action, failure.detail)
 
     def _enter(self, index: int, failure: BadSample, action: Action) -> None:
-        key = self.sample_key(index)
-        dataset = key.rpartition("/")[0]
-        entry = Drop(key, failure.stage, failure.reason, failure.detail, action, dataset, self.epoch)
-        self.ledger.record(entry)
+        key, detail = self.sample_key(index), failure.detail
+        drop = Drop.from_key(key, failure.stage, failure.reason, detail, action, epoch=self.epoch)
+        self.ledger.record(drop)
 
     def _overflow(self, idx: int, length: int, left: int | None = None) -> BadSample:
         """Return why a sample of this padded length is not in its pack."""
@@ -477,7 +476,7 @@ def _record_excluded(
                     raise BadSample(detail, reason=drop, key=key, stage="plan")
             elif reason == "too_long":
                 detail = eligibility.overlong_reason(index)
-            packed.ledger.record(Drop(key, "plan", drop, detail, dataset=key.rpartition("/")[0]))
+            packed.ledger.record(Drop.from_key(key, "plan", drop, detail))
             dropped[drop] += 1
     for reason, number in dropped.items():
         logger.warning("%s of %s samples dropped: %s", f"{number:,}", f"{plan.samples:,}", reason)

@@ -145,8 +145,8 @@ class ReplacingDataset(Dataset[Any]):
         detail = error.detail + self._location(idx, error.stage) + more
         key = "" if idx is None else self.key(idx)
         action: Action = "replaced" if replaced else "dropped"
-        dataset = key.rpartition("/")[0]
-        self.ledger.record(Drop(key, error.stage, error.reason, detail, action, dataset, self.epoch))
+        drop = Drop.from_key(key, error.stage, error.reason, detail, action, epoch=self.epoch)
+        self.ledger.record(drop)
         logger.warning("%s %s: %s", key or "a sample", action, detail)
 
     def _location(self, idx: int | None, stage: Stage) -> str:
