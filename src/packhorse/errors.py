@@ -30,7 +30,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from packhorse.types import Action, Drop, Reason, Stage, mask_secrets
 
@@ -131,6 +131,12 @@ FULL_DISK = {
 """Messages for the error numbers of a full disk."""
 
 
+def write_fault(error: OSError, path: str | os.PathLike[str], remedy: str) -> SystemFault:
+    """Return the error for a file that cannot be written: its path, why, and what to do."""
+    reason = FULL_DISK.get(error.errno or 0, error.strerror or str(error))
+    return SystemFault(f"{path} cannot be written: {reason}. {remedy}")
+
+
 def plain_error(error: Exception) -> str:
     """Return the message of an error, for system errors without the number: ``data.jsonl: no such file``."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
@@ -187,14 +193,19 @@ class data_errors:  # named like contextlib.suppress
 
 
 @contextlib.contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Prefix configuration errors with the name of the row or dataset that they came up with."""
+def naming(name: str) -> Iterator[None]:
+    """Put the name of a row or dataset in front of the messages of configuration errors in the block."""
     try:
         yield
     except (ConfigError, MissingDependency) as error:
-        if not what or str(error).startswith(f"{what}: "):
-            raise
-        raise type(error)(f"{what}: {error}") from error
+        raise_with_name(error, name)
+
+
+def raise_with_name(error: ConfigError | MissingDependency, name: str) -> NoReturn:
+    """Raise ``error`` with ``name: `` in front of its message, unless the message starts with it."""
+    if not name or str(error).startswith(f"{name}: "):
+        raise error
+    raise type(error)(f"{name}: {error}") from error
 
 
 def limit_of(name: str, usual: int) -> int:

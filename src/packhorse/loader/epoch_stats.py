@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from packhorse.distributed import Collectives
-from packhorse.errors import FULL_DISK, ConfigError, PackhorseError, SystemFault
+from packhorse.errors import ConfigError, PackhorseError, write_fault
 from packhorse.ledger import GONE, Ledger
 from packhorse.loader.state import LoaderState, Tally
 from packhorse.plan.pack_plan import BAD_ROW, DROP_REASONS
@@ -145,8 +145,9 @@ class EpochStats:
         planned: examples in the plan; the others are in the ledger.
         delivered: samples delivered to a rank, counted batch by batch; None if unknown (see ``unknown``).
         lost: samples that were planned and failed, counted likewise.
-        reasons: number of samples that were not delivered, by reason, of this epoch and of all epochs.
-        remarks: number of samples that were delivered with a ledger entry (cut, nothing supervised).
+        reasons: samples that were not delivered, by reason: those in no plan, and those that failed in this
+            epoch.
+        remarks: samples that were delivered with a ledger entry (cut, nothing supervised), by reason.
         unknown: why ``delivered`` is None, and what to do; empty if it is known.
     """
 
@@ -248,11 +249,8 @@ class StepFile:
                     line = line[file.write(line) :]
             self._appended = True
         except OSError as error:
-            why = FULL_DISK.get(error.errno or 0, error.strerror or str(error))
-            raise SystemFault(
-                f"{self.path} cannot be written: {why}. Free some space (or choose a writable ledger_dir) "
-                "and resume from the last checkpoint"
-            ) from error
+            remedy = "Free disk space or choose a writable ledger_dir, and resume from the last checkpoint"
+            raise write_fault(error, self.path, remedy) from error
 
     def read(self, state: LoaderState) -> list[dict[int, tuple[Tally, list[Drop]]]]:
         """Return, for each segment of a state, its used micro-steps with their tallies and ledger entries."""
