@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from PIL import Image
 
-from packhorse.chat import CannotAlign, Processor, template_errors
+from packhorse.chat import CannotAlign, Processor, rejected_by_template, template_errors
 from packhorse.collate.finish import Records
 from packhorse.collate.processor_call import Turns, plain_turns, render, text_ids, tolerated_errors
 from packhorse.collate.raw_labels import _extract_assistant_text
@@ -149,8 +149,7 @@ def token_length(conversation: Turns, encoder: Encoder, key: str = "") -> int:
     try:
         text = len(text_ids(encoder.tokenizer, render(encoder, plain_turns(conversation, encoder.family))))
     except template_errors() as error:
-        detail = f"the chat template rejects it: {error}"
-        raise BadSample(detail, reason="wrong_format", key=key, stage="collate") from error
+        raise rejected_by_template(error, key, "collate") from error
     except tolerated_errors(encoder.processor, CannotAlign, ConfigError):
         text = _length_of_texts(conversation, encoder)
     return text + _media_tokens(conversation, encoder)

@@ -29,6 +29,7 @@ from packhorse.chat import (
     TokenizedText,
     answer_spans,
     is_transformers,
+    rejected_by_template,
     supervised_tokens,
     template_errors,
     token_ids,
@@ -41,6 +42,7 @@ from packhorse.errors import (
     MissingDependency,
     PackhorseError,
     is_data_error,
+    raise_with_name,
 )
 from packhorse.families.media_sizes import (
     Pieces,
@@ -387,9 +389,7 @@ def processor_errors(key: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, MissingDependency) as error:
-        if not key or str(error).startswith(f"{key}: "):
-            raise
-        raise type(error)(f"{key}: {error}") from error
+        raise_with_name(error, key)
     except PackhorseError:
         raise
     except PROCESSOR_ERRORS as error:
@@ -496,15 +496,14 @@ class Encoder(ChatProcessor):
         try:
             return self.render(self.family.turns(conversation))
         except template_errors() as error:
-            what = f"the chat template rejects it: {error}"
-            raise self.family.bad(what, conversation, "wrong_format") from error
+            raise rejected_by_template(error, conversation.key) from error
 
     def place_audio(self, example: Mapping[str, Any], key: str = "") -> Mapping[str, Any]:
         """:func:`packhorse.formats.conversation.place_audio` with the family's placeholder."""
         if example.get("audio") is None:
             return example
         placeholders: list[str] = []
-        with suppress(ConfigError):  # a small object by the name of a known class names none
+        with suppress(ConfigError):  # a stub with the name of a known class has no tokens
             placeholders = [self.placeholders["audio"]] if "audio" in self.family.kinds else []
         return place_audio(example, placeholders, key)
 
