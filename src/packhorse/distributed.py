@@ -323,7 +323,8 @@ class Collectives:
             raise ConfigError(
                 f"a process group of {dist.get_world_size(group)} ranks for {world}: expected {world.size}"
             )
-        self.is_distributed = world.size > 1 and is_distributed() and dist.get_world_size(group) == world.size
+        reachable = world.size > 1 and has_process_group()
+        self.is_distributed = reachable and dist.get_world_size(group) == world.size
         self.rendezvous: Rendezvous | None = None
         if self.is_distributed:
             members = dist.group.WORLD if group is None else group
@@ -423,8 +424,8 @@ class Collectives:
         return [value for _, value, _ in entries]
 
 
-def is_distributed() -> bool:
-    """Return whether a default process group is initialised."""
+def has_process_group() -> bool:
+    """Return whether a default process group is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from packhorse.chat import Processor
 from packhorse.count.sidecar import counts_of
-from packhorse.distributed import Collectives, is_distributed
+from packhorse.distributed import Collectives, has_process_group
 from packhorse.errors import ConfigError
 from packhorse.families.models import as_processor
 from packhorse.formats.estimate import (
@@ -350,7 +350,7 @@ class LengthGroupedSampler(Sampler[int]):
             return smallest
         if world is not None and world.size == 1:
             return count
-        if is_distributed():
+        if has_process_group():
             ranks, settings = Collectives(World.detect()), f"seed={self.seed}, batch_size={self.batch_size}"
             ranks.assert_same("sample with different settings", settings, "Pass the same on every rank.")
             return int(min(ranks.gather(count)))
