@@ -168,7 +168,7 @@ class PackedDatasetWrapper(ReplacingDataset):
         for index in dropped:
             length = self._lazy_lengths.lengths([index])[0]
             failures.append((index, self._overflow(idx, self.packer.padded_length(length - 1))))
-        # The inner wrapper records no more than that reading failed.
+        # As a ReplacingDataset records a sample that it cannot load.
         stage: Stage = "read" if isinstance(self.inner_dataset, ReplacingDataset) else "encode"
         samples: list[Sample] = []
         used = 0

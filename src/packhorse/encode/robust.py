@@ -285,7 +285,7 @@ class _RobustCollate:
             last = outcome.error
             culprit = self._culprit(entries, last)
             if culprit is None:
-                return self._instead(entries, last)
+                return self._replace_batch(entries, last)
             self._exchange(entries, culprit, last)
         if entries and last is not None:
             raise self._give_up(entries[0].error or last, last)
@@ -324,7 +324,7 @@ class _RobustCollate:
                 more = f"; {self.dataset.key(entry.current)} instead"
                 self.dataset.record(entry.index, entry.error, more, replaced=True)
 
-    def _instead(self, entries: Sequence[_Entry], error: BadSample) -> Any:
+    def _replace_batch(self, entries: Sequence[_Entry], error: BadSample) -> Any:
         """Return another batch, or None; record all samples of this one."""
         indices = [entry.index for entry in entries]
         # Replacements of unknown samples are chosen by the position in the batch.
