@@ -216,7 +216,7 @@ def make_counter(processor: Any, trust_remote_code: bool = False) -> TokenCounte
     try:
         encoder.render(turns)
     except template_errors():
-        pass  # there is a template, which rejects this conversation; rows are counted with theirs
+        pass  # the template exists and rejects only this conversation; rows are checked when they are counted
     except (ValueError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(

@@ -222,7 +222,7 @@ class Loader:
     def describe(self) -> str:
         """Return the plan, the steps and what was dropped, as text."""
         size, reserve = self.config.pack_size, self._planner.reserve_in(self.plan)
-        reserved = f"; {reserve:,} of the {size:,} tokens of a pack are kept free for a placeholder"
+        reserved = f"; {reserve:,} of the {size:,} tokens of a pack are reserved for a placeholder"
         rows = f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}"
         steps = f"{len(self):,} micro-steps of {self.config.batch_size} x {self.world.size} ranks"
         plan, ledger = self._planner.describe(self.plan), self.ledger.summary(len(self.dataset))

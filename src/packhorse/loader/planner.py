@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import Content
@@ -28,12 +27,11 @@ from packhorse.plan.lengths import FOUND_WHEN_COUNTED, after_shift
 from packhorse.plan.pack_plan import DROP_REASONS, PackPlan
 from packhorse.plan.planning import plan_key, plan_packs
 from packhorse.plan.schedule import SampleInfo
-from packhorse.types import MEDIA_KINDS, Drop, MediaMask, Reason, Rows
+from packhorse.types import MEDIA_KINDS, Drop, Floats, Integers, MediaMask, Reason, Rows
 from packhorse.utils.files import cache_folder, cache_lock, digest
 
 logger = getLogger("packhorse.loader")
 
-Integers = npt.NDArray[np.int64]
 # Reasons that can be fixed without changing the row.
 _FIXABLE_MEDIA = ("missing_media", "broken_media", "media_too_large", "row_too_large")
 _ORDER = 1  # increased when the same plan is scheduled in another order
@@ -151,7 +149,7 @@ class Planner:
         codes[~self.counts.ok[plan.dropped]] = DROP_REASONS.index("sample_failed")
         return replace(plan, drop_codes=codes)
 
-    def _costs(self) -> npt.NDArray[np.float64]:
+    def _costs(self) -> Floats:
         counts = self.counts
         patches = counts.patches.astype(np.float64)
         # The sidecar has totals only: assume that all media of a row have equally many patches.
@@ -211,7 +209,7 @@ class Planner:
         for (index, reason, detail), location in zip(dropped, locations, strict=True):
             key = self.samples.key(index)
             detail = "; ".join(part for part in (detail, location) if part)
-            drops.append(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
+            drops.append(Drop.from_key(key, "plan", reason, detail))
         return drops
 
     @property
@@ -270,14 +268,14 @@ def _bad_detail(counts: CountColumns, index: int) -> str:
     if counts.status[index] in _FIXABLE_MEDIA:
         hint = "; `packhorse count --retry-bad` between runs retries it"
     elif counts.status[index] == "unreachable_media":
-        hint = "; the next run asks again"
+        hint = "; the next run retries it"
     return f"{counts.detail[index]} ({FOUND_WHEN_COUNTED}{hint})"
 
 
 def too_long_detail(length: int, config: LoaderConfig, reserve: int) -> str:
     """Describe why a sample of ``length`` tokens (after the shift) is in no pack."""
     size, capacity = config.pack_size, sample_capacity(config, reserve)
-    reserved = f" ({size:,} less {size - capacity:,} kept free)" if capacity < size else ""
+    reserved = f" ({size:,} less {size - capacity:,} reserved)" if capacity < size else ""
     return f"{length:,} tokens, more than the {capacity:,} of a pack{reserved}"
 
 

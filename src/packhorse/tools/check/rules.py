@@ -80,7 +80,11 @@ _ALL = (
     ),
     Rule("empty_conversation", "error", "there is no turn", "delete the row", "convert"),
     Rule(
-        "no_assistant_turn", "error", "nothing to learn from", "add the answer, or delete the row", "convert"
+        "no_assistant_turn",
+        "error",
+        "there is no assistant turn, so no token is supervised",
+        "add the answer, or delete the row",
+        "convert",
     ),
     Rule(
         "unknown_role",
