@@ -27,8 +27,9 @@ import contextlib
 import errno
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -142,6 +143,16 @@ def plain_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}"
     return str(error)
+
+
+def list_some(values: Iterable[object], most: int) -> str:
+    """Return the first values for a message, with ``…`` if there are more than ``most``.
+
+    >>> list_some([3, 5, 8], 2)
+    '3, 5, …'
+    """
+    texts = [str(value) for value in islice(values, most + 1)]
+    return ", ".join([*texts[:most], "…"] if len(texts) > most else texts)
 
 
 # What a broken sample makes a dataset, a decoder or a processor raise. Everything else (NameError, TypeError,

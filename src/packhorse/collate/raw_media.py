@@ -14,7 +14,7 @@ from packhorse.chat import CannotAlign, Processor, rejected_by_template, templat
 from packhorse.collate.finish import Records
 from packhorse.collate.processor_call import Turns, plain_turns, render, text_ids, tolerated_errors
 from packhorse.collate.raw_labels import _extract_assistant_text
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import BadSample, ConfigError, list_some
 from packhorse.families import Encoder
 from packhorse.formats.estimate import image_config, image_tokens
 from packhorse.media import image_size
@@ -134,7 +134,7 @@ def _within(lengths: Sequence[int], max_length: int, keys: Sequence[str], record
     if too_long and len(too_long) == len(lengths):
         raise BadSample(
             f"all {len(lengths)} samples of the batch have more than max_length={max_length} tokens "
-            f"({', '.join(map(str, too_long[:8]))}{', …' if len(too_long) > 8 else ''})",
+            f"({list_some(too_long, 8)})",
             reason="too_long",
             stage="collate",
         )

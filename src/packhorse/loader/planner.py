@@ -19,7 +19,7 @@ import numpy as np
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import Content
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import BadSample, ConfigError, list_some
 from packhorse.formats.meta import MetaDataset
 from packhorse.loader.config import LoaderConfig
 from packhorse.plan.cost_model import CostWeights, media_masks, sample_costs
@@ -104,13 +104,13 @@ class Planner:
                 try:
                     return PackPlan.load(path, key)
                 except (ConfigError, OSError) as error:
-                    logger.warning("the saved plan cannot be used, planning again: %s", error)
+                    logger.warning("the saved plan cannot be used, replanning: %s", error)
             plan = self._make_plan(epoch)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 plan.save(path, key)
             except OSError as error:
-                logger.warning("the plan cannot be saved (%s): the next start plans again", error)
+                logger.warning("the plan cannot be saved (%s): the next start replans", error)
         return plan
 
     def _make_plan(self, epoch: int) -> PackPlan:
@@ -225,7 +225,7 @@ class Planner:
         for drop in self.drops(plan):
             keys.setdefault(drop.reason, []).append(drop.key)
         for reason, names in keys.items():
-            some = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+            some = list_some(names, 5)
             lines.append(f"dropped   {reason}: {len(names):,} of {len(self.counts):,} ({some})")
         return lines
 
@@ -233,9 +233,11 @@ class Planner:
         """Raise if the settings (``on_overlong``, ``on_bad``) do not allow what a plan drops."""
         if self.config.on_overlong == "raise" and (longest := self._longest(plan)):
             raise ConfigError(f"{longest}: raise pack_size or set on_overlong='drop' or 'truncate'")
-        for index in np.flatnonzero(~self.counts.ok)[:1].tolist() if self.config.on_bad == "raise" else ():
-            reason: Reason = str(self.counts.status[index])  # type: ignore[assignment]
-            detail, key = _bad_detail(self.counts, index), self.samples.key(index)
+        bad = np.flatnonzero(~self.counts.ok)
+        if self.config.on_bad == "raise" and len(bad):
+            first = int(bad[0])
+            reason: Reason = str(self.counts.status[first])  # type: ignore[assignment]
+            detail, key = _bad_detail(self.counts, first), self.samples.key(first)
             raise BadSample(detail, reason=reason, key=key, stage="plan")
 
     def warn_of_overlong(self, plan: PackPlan) -> None:
