@@ -15,7 +15,7 @@ import numpy as np
 from packhorse.chat import Processor
 from packhorse.collate.packer import Packer, pack_to_dict, to_sample
 from packhorse.count.columns import CountColumns
-from packhorse.encode.robust import OnBad, ReplacingDataset, load_sample
+from packhorse.encode.robust import OnBad, ReplacingDataset, dataset_key, load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError, data_errors
 from packhorse.families import Family
@@ -158,8 +158,7 @@ class PackedDatasetWrapper(ReplacingDataset):
 
     def sample_key(self, index: int) -> str:
         """Return the key of a sample of the inner dataset for the ledger."""
-        key = getattr(self.inner_dataset, "key", None)
-        return str(key(index)) if callable(key) else str(index)
+        return dataset_key(self.inner_dataset, index)
 
     def load(self, idx: int) -> dict[str, Any]:
         """Build one pack; raise :class:`EmptyPack` if none of its samples can be used."""

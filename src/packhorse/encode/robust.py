@@ -124,8 +124,7 @@ class ReplacingDataset(Dataset[Any]):
 
     def key(self, idx: int) -> str:
         """Return the key of a sample in the ledger: that of the dataset, else the index."""
-        key = getattr(self.dataset, "key", None)
-        return str(key(idx)) if callable(key) else str(idx)
+        return dataset_key(self.dataset, idx)
 
     def read(self, idx: int) -> tuple[str, Any]:
         """Return key and sample of the wrapped dataset; remarks on the row are recorded under its key."""
@@ -184,6 +183,12 @@ class ReplacingDataset(Dataset[Any]):
             1 + self.max_retries,
             last,
         )
+
+
+def dataset_key(dataset: Rows, index: int) -> str:
+    """Return the key that a dataset gives a row (``coco/812``); the index if it has no ``key``."""
+    key = getattr(dataset, "key", None)
+    return str(key(index)) if callable(key) else str(index)
 
 
 def load_sample(dataset: Rows, index: int) -> Any:

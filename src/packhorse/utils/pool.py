@@ -500,7 +500,17 @@ def _end_workers(workers: list[_Worker], owner: int) -> None:
     workers.clear()
 
 
-StartMethod = Literal["spawn", "fork", "forkserver"]
+StartMethod = Literal["fork", "spawn", "forkserver"]
+
+
+def check_start_method(name: str) -> None:
+    """Raise if this platform cannot start processes in this way."""
+    available = multiprocessing.get_all_start_methods()
+    if name not in available:
+        raise ConfigError(
+            f"multiprocessing_context={name!r} is not available on this platform; choose one of "
+            f"{', '.join(available)}"
+        )
 
 
 class LocalEngine:
@@ -521,12 +531,7 @@ class LocalEngine:
         self.num_workers = _cores() if num_workers is None else num_workers
         if self.num_workers < 1:
             raise ConfigError(f"num_workers={num_workers} is too few: expected at least 1")
-        known = multiprocessing.get_all_start_methods()
-        if multiprocessing_context not in known:
-            raise ConfigError(
-                f"multiprocessing_context={multiprocessing_context!r} is not available on this platform: "
-                f"choose one of {', '.join(known)}"
-            )
+        check_start_method(multiprocessing_context)
         self.multiprocessing_context: StartMethod = multiprocessing_context
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
