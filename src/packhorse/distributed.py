@@ -313,6 +313,7 @@ class Collectives:
 
     Attributes:
         is_distributed: whether the ranks can communicate; if not, every rank acts alone.
+        reaches_all_ranks: whether :meth:`gather` returns the values of all ranks; also if there is only one.
         rendezvous: where ranks wait for each other; None if they cannot communicate, or the group has no
             store.
     """
@@ -323,8 +324,9 @@ class Collectives:
             raise ConfigError(
                 f"a process group of {dist.get_world_size(group)} ranks for {world}: expected {world.size}"
             )
-        reachable = world.size > 1 and has_process_group()
-        self.is_distributed = reachable and dist.get_world_size(group) == world.size
+        several = world.size > 1 and has_process_group()
+        self.is_distributed = several and dist.get_world_size(group) == world.size
+        self.reaches_all_ranks = self.is_distributed or world.size == 1
         self.rendezvous: Rendezvous | None = None
         if self.is_distributed:
             members = dist.group.WORLD if group is None else group

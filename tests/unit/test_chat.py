@@ -17,6 +17,7 @@ from packhorse.chat import (
     ChatProcessor,
     TurnMarkers,
     answer_spans,
+    compile_tokens,
     label_tokens,
     shift_tokens,
 )
@@ -460,3 +461,9 @@ def test_labels_always_read_as_the_answers(name: str, turns: list[tuple[str, str
         # The newline or blank that ends a marker may be part of the answer's first token.
         assert text in (answer + stop, "\n" + answer + stop, " " + answer + stop)
         assert text == answer + stop or answer[:1].isspace() or name == "smolvlm"
+
+
+def test_the_longest_special_token_at_a_position_is_found() -> None:
+    pattern = compile_tokens(["<i>", "<i><i>", "a.b"])
+    assert pattern.findall("<i><i><i>a.b axb") == ["<i><i>", "<i>", "a.b"]
+    assert compile_tokens([]).search("<i>") is None

@@ -171,7 +171,7 @@ def _count_files(
         started = time.monotonic()
         for store in stores:
             store.write_sidecar_if_complete()
-        while any(store.missing for store in stores):  # again if another process has removed parts
+        while any(store.missing for store in stores):  # more than once if another process removes parts
             tasks = [store.tasks() for store in stores]
             with contextlib.closing(map_parts(tasks, work, engine, progress)) as results:
                 for index, task, result in results:
@@ -343,7 +343,7 @@ class PartStore:
                 known[digest] = Part(digest, (sidecar, number), sidecar.about["checks"][number])
         saved = (Part(path.stem.partition("-")[0], path) for path in self._part_files())
         known |= {part.digest: part for part in saved if part.is_whole()}
-        # A timeout or a missing permission is not a property of the row: try again.
+        # A timeout or a missing permission is not a property of the row: retry.
         return {
             digest: part
             for digest, part in known.items()
@@ -423,7 +423,7 @@ class Part:
         reader = open_batches(str(self.source))
         try:
             batch = reader.get_batch(0)
-            if not self._check:  # not again later: the sidecar that it becomes part of is verified as well
+            if not self._check:  # only once: the sidecar that it becomes part of is verified as well
                 check = (reader.schema.metadata or {}).get(CHECK, b"").decode()
                 if check != batch_digest(batch):
                     raise ValueError("its counts are not those that were written")

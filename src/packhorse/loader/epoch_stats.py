@@ -192,9 +192,8 @@ def reconcile(
     stats = [part for part, _ in parts]
     earlier = [tally for _, tally in parts] if shard_data else [before]
     reasons, remarks = _count_reasons(ledger, ranks, own.epoch)
-    complete = ranks.is_distributed or ranks.world.size == 1
-    unknown = "" if complete else _NO_GROUP
-    if complete and None in earlier:
+    unknown = "" if ranks.reaches_all_ranks else _NO_GROUP
+    if ranks.reaches_all_ranks and None in earlier:
         unknown = _NO_COUNTS if ledger.path is None else _NO_STEPS.format(ledger.path.parent)
     total = Tally(sum(part.delivered or 0 for part in stats), sum(part.lost for part in stats))
     for tally in earlier:
@@ -269,7 +268,7 @@ class StepFile:
 def count_used(ledger: Ledger, ranks: Collectives, state: LoaderState) -> Tally | None:
     """Sum what all ranks were given in the used steps of a state; None if a step file lacks a step."""
     own = StepFile.of(ledger)
-    if own is None or (ranks.world.size > 1 and not ranks.is_distributed):
+    if own is None or not ranks.reaches_all_ranks:
         return None
     by_rank = {ranks.world.rank: own.read(state)}
     if not ranks.world.rank:  # files of ranks that only an earlier, larger run had
@@ -312,7 +311,7 @@ def count_lost(ledger: Ledger, epoch: int) -> int:
 
 
 def restore_epoch(ledger: Ledger, epoch: int) -> None:
-    """Read the entries about an epoch from the file of a ledger; they are not written to it again."""
+    """Read the entries about an epoch from the file of a ledger; they are not rewritten to it."""
     if ledger.path is not None and ledger.path.exists():
         ledger.restore(_read_ledger(ledger.path).of_epoch(epoch, alone=True))
 
