@@ -481,7 +481,7 @@ def may_write(folder: Path) -> bool:
 
 
 def save_part(path: Path, data: bytes, newer_than: Iterable[Path] = ()) -> None:
-    """Write a part, complete or not at all, and newer than these count files, whatever the clock says."""
+    """Write a part, complete or not at all, and newer than these count files, even with a wrong clock."""
 
     def write(file: IO[bytes]) -> None:
         file.write(data)

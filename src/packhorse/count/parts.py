@@ -143,7 +143,7 @@ def check_media_dir(config: DatasetConfig) -> None:
     except OSError as error:
         raise ConfigError(
             f"dataset '{config.name}': the media_dir {folder} cannot be read ({error.strerror}): mount it, "
-            "correct media_dir in the meta file, or give the right to read it"
+            "correct media_dir in the meta file, or grant the permission to read it"
         ) from error
 
 

@@ -329,8 +329,8 @@ def open_meta_dataset(
         index_dir: folder for the row indexes, instead of next to the files.
 
     Raises:
-        ConfigError: the meta file is not in order, or a file is not what its name says.
-        FileNotFoundError: a file is not there.
+        ConfigError: the meta file is not in order, or a data file does not match its suffix.
+        FileNotFoundError: a file does not exist.
     """
     configs = read_meta(path_or_dataset, dataset_names)
     world = _world(shard_data, rank, world_size)
@@ -544,7 +544,7 @@ def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
     if len(first) > 1 and len({drop.key for drop in unknown}) == len(first):
         raise ConfigError(
             f"dataset '{config.name}': none of the first rows has an assistant turn; {unknown[0].key}: "
-            f"{unknown[0].detail}. Set tags={{'user_tag': …, 'assistant_tag': …}} to what the rows say"
+            f"{unknown[0].detail}. Set tags={{'user_tag': …, 'assistant_tag': …}} to the roles of the rows"
         )
 
 

@@ -79,7 +79,7 @@ def test_two_processes_find_what_one_finds_in_the_same_order(tmp_path: Path) -> 
     assert one.counts() == two.counts()
 
 
-def test_without_a_processor_its_rules_are_not_asked_and_named(tmp_path: Path) -> None:
+def test_without_a_processor_its_rules_are_skipped_and_named(tmp_path: Path) -> None:
     meta, planted = write_planted(tmp_path)
     report = check_meta(meta)
     needed = {name for name, rule in RULES.items() if rule.needs in ("processor", "max_length")}
