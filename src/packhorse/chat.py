@@ -20,7 +20,8 @@ from functools import cached_property
 from itertools import chain, compress, pairwise, repeat, takewhile
 from typing import Any, Protocol
 
-from packhorse.errors import ConfigError, PackhorseError
+from packhorse.errors import BadSample, ConfigError, PackhorseError
+from packhorse.types import Stage
 
 Turns = Sequence[Mapping[str, Any]]
 Render = Callable[[Turns], str]
@@ -187,9 +188,14 @@ class ChatProcessor:
 
 
 def template_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """What a chat template raises for a conversation that it rejects, for an ``except`` clause."""
+    """Return what a chat template raises for a conversation that it rejects, for an ``except`` clause."""
     jinja2 = sys.modules.get("jinja2")  # imported if anything was rendered with it
     return others if jinja2 is None else (*others, jinja2.TemplateError)
+
+
+def rejected_by_template(error: Exception, key: str, stage: Stage = "encode") -> BadSample:
+    """Return the error for a conversation for which the chat template raises ``error``."""
+    return BadSample(f"the chat template rejects it: {error}", reason="wrong_format", key=key, stage=stage)
 
 
 def is_transformers(processor: Processor) -> bool:
@@ -226,6 +232,12 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     for token in getattr(tokenizer, "all_special_tokens", ()):
         tokens.setdefault(str(token), int(tokenizer.convert_tokens_to_ids(str(token))))
     return {token: token_id for token, token_id in tokens.items() if token}
+
+
+def compile_tokens(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that finds the longest of these tokens at each position of a text."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def pad_token_id(processor: Processor) -> int:
@@ -288,8 +300,7 @@ class RepeatedTokenTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, tokens: Mapping[str, int]) -> None:
         self._original, self._shortened = tokenizer, tokens
-        longest_first = sorted(map(re.escape, tokens), key=len, reverse=True)
-        self._pattern = re.compile(f"({'|'.join(longest_first)})(?:\\1)*")
+        self._pattern = re.compile(f"({compile_tokens(tokens).pattern})(?:\\1)*")
         self.read: TokenizedText | None = None
 
     def __getattr__(self, name: str) -> Any:

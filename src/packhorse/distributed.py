@@ -313,6 +313,7 @@ class Collectives:
 
     Attributes:
         is_distributed: whether the ranks can communicate; if not, every rank acts alone.
+        reaches_all_ranks: whether :meth:`gather` returns the values of all ranks; also if there is only one.
         rendezvous: where ranks wait for each other; None if they cannot communicate, or the group has no
             store.
     """
@@ -323,7 +324,9 @@ class Collectives:
             raise ConfigError(
                 f"a process group of {dist.get_world_size(group)} ranks for {world}: expected {world.size}"
             )
-        self.is_distributed = world.size > 1 and is_distributed() and dist.get_world_size(group) == world.size
+        several = world.size > 1 and has_process_group()
+        self.is_distributed = several and dist.get_world_size(group) == world.size
+        self.reaches_all_ranks = self.is_distributed or world.size == 1
         self.rendezvous: Rendezvous | None = None
         if self.is_distributed:
             members = dist.group.WORLD if group is None else group
@@ -423,8 +426,8 @@ class Collectives:
         return [value for _, value, _ in entries]
 
 
-def is_distributed() -> bool:
-    """Return whether a default process group is initialised."""
+def has_process_group() -> bool:
+    """Return whether a default process group is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 

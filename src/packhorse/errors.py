@@ -27,8 +27,9 @@ import contextlib
 import errno
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -131,11 +132,27 @@ FULL_DISK = {
 """Messages for the error numbers of a full disk."""
 
 
+def write_fault(error: OSError, path: str | os.PathLike[str], remedy: str) -> SystemFault:
+    """Return the error for a file that cannot be written: its path, why, and what to do."""
+    reason = FULL_DISK.get(error.errno or 0, error.strerror or str(error))
+    return SystemFault(f"{path} cannot be written: {reason}. {remedy}")
+
+
 def plain_error(error: Exception) -> str:
     """Return the message of an error, for system errors without the number: ``data.jsonl: no such file``."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}"
     return str(error)
+
+
+def list_some(values: Iterable[object], most: int) -> str:
+    """Return the first values for a message, with ``…`` if there are more than ``most``.
+
+    >>> list_some([3, 5, 8], 2)
+    '3, 5, …'
+    """
+    texts = [str(value) for value in islice(values, most + 1)]
+    return ", ".join([*texts[:most], "…"] if len(texts) > most else texts)
 
 
 # What a broken sample makes a dataset, a decoder or a processor raise. Everything else (NameError, TypeError,
@@ -187,19 +204,19 @@ class data_errors:  # named like contextlib.suppress
 
 
 @contextlib.contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Prefix configuration errors with the name of the row or dataset that they came up with."""
+def naming(name: str) -> Iterator[None]:
+    """Put the name of a row or dataset in front of the messages of configuration errors in the block."""
     try:
         yield
     except (ConfigError, MissingDependency) as error:
-        raise_with_name(error, what)
+        raise_with_name(error, name)
 
 
-def raise_with_name(error: ConfigError | MissingDependency, what: str) -> NoReturn:
-    """Raise a configuration error with ``what`` in front of its message, once."""
-    if not what or str(error).startswith(f"{what}: "):
+def raise_with_name(error: ConfigError | MissingDependency, name: str) -> NoReturn:
+    """Raise ``error`` with ``name: `` in front of its message, unless the message starts with it."""
+    if not name or str(error).startswith(f"{name}: "):
         raise error
-    raise type(error)(f"{what}: {error}") from error
+    raise type(error)(f"{name}: {error}") from error
 
 
 def limit_of(name: str, usual: int) -> int:

@@ -22,7 +22,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from packhorse.errors import FULL_DISK, ConfigError, SystemFault
+from packhorse.errors import ConfigError, write_fault
 from packhorse.types import Action, Drop, Reason, Stage
 from packhorse.utils.files import write_atomic
 
@@ -415,12 +415,12 @@ class Ledger:
                 os.close(fd)
                 del self._unwritten[:written]
         except OSError as error:
-            why = FULL_DISK.get(error.errno or 0, error.strerror or str(error))
-            raise SystemFault(
-                f"{spool} cannot be written: {why}. {len(self._unwritten):,} ledger entries are in "
-                f"memory only, the last for {last.get('key') or last.get('dataset')} ({last['reason']}): "
-                "free disk space or choose another path, and restart from the last checkpoint"
-            ) from error
+            remedy = (
+                f"{len(self._unwritten):,} ledger entries are in memory only, the last for "
+                f"{last.get('key') or last.get('dataset')} ({last['reason']}): free disk space or choose "
+                "another path, and restart from the last checkpoint"
+            )
+            raise write_fault(error, spool, remedy) from error
 
     def _collect(self) -> None:
         """Read the entries that other processes have written since the last call."""

@@ -221,6 +221,20 @@ class Drop:
         object.__setattr__(self, "detail", mask_secrets(self.detail))
 
     @classmethod
+    def from_key(
+        cls,
+        key: str,
+        stage: Stage,
+        reason: Reason,
+        detail: str = "",
+        action: Action = "dropped",
+        *,
+        epoch: int | None = None,
+    ) -> Drop:
+        """Return the entry of a row, with the dataset that its key names: ``coco`` for ``coco/812``."""
+        return cls(key, stage, reason, detail, action, key.rpartition("/")[0], epoch)
+
+    @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Drop:
         """Read an entry of a ledger or step file; the first files had ``left_out`` for ``dropped``."""
         values = {name: entry[name] for name in cls.__dataclass_fields__}

@@ -155,7 +155,7 @@ def test_a_batch_without_samples_is_there_and_teaches_nothing(mode: str) -> None
 
 
 def reserved_tokens(name: str, made: Any) -> dict[str, int]:
-    """Tokens that a pack keeps free for a placeholder of each kind."""
+    """Tokens that a pack reserves for a placeholder of each kind."""
     samples = PreTokenizedDatasetWrapper(ROWS, made, inject_fake_images=False, ledger=Ledger())
     placeholders = Placeholders(samples)
     found = {kind: sum(placeholders.lengths(MediaMask.of([kind]))) for kind in media_mask(name).kinds}

@@ -17,6 +17,7 @@ from packhorse.chat import (
     ChatProcessor,
     TurnMarkers,
     answer_spans,
+    compile_tokens,
     label_tokens,
     shift_tokens,
     template_errors,
@@ -494,3 +495,9 @@ def test_spans_by_the_frame_of_a_structure_are_those_by_the_frame_of_the_row(nam
                 answer_spans(chat, turns, text)
         else:
             assert answer_spans(chat, turns, text) == expected
+
+
+def test_the_longest_special_token_at_a_position_is_found() -> None:
+    pattern = compile_tokens(["<i>", "<i><i>", "a.b"])
+    assert pattern.findall("<i><i><i>a.b axb") == ["<i><i>", "<i>", "a.b"]
+    assert compile_tokens([]).search("<i>") is None

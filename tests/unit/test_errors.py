@@ -1,6 +1,8 @@
 """Errors: which ones a sample can cause, what becomes of them, and what messages say."""
 
+import errno
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -16,7 +18,10 @@ from packhorse.errors import (
     SystemFault,
     data_errors,
     is_data_error,
+    list_some,
+    naming,
     require,
+    write_fault,
 )
 from packhorse.types import Drop, mask_secrets
 
@@ -195,3 +200,33 @@ def test_errors_survive_pickling_with_their_message_masked() -> None:
         assert type(again) is type(error)
         assert str(again) == str(error)
         assert ":b@" not in str(again)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "the disk is full"),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "the quota is used up"),
+        (OSError(errno.EACCES, "Permission denied"), "Permission denied"),
+        (OSError("no errno"), "no errno"),
+    ],
+)
+def test_the_error_of_a_file_that_cannot_be_written_has_path_reason_and_remedy(
+    error: OSError, reason: str
+) -> None:
+    fault = write_fault(error, Path("a/rank-0.jsonl"), "Choose another folder")
+    assert isinstance(fault, SystemFault)
+    assert str(fault) == f"a/rank-0.jsonl cannot be written: {reason}. Choose another folder"
+
+
+def test_configuration_errors_get_the_name_once() -> None:
+    with pytest.raises(ConfigError, match=r"^coco: no such file$"), naming("coco"), naming("coco"):
+        raise ConfigError("no such file")
+    with pytest.raises(ConfigError, match=r"^no such file$"), naming(""):
+        raise ConfigError("no such file")
+
+
+def test_long_lists_in_messages_are_shortened() -> None:
+    assert list_some([], 2) == ""
+    assert list_some([3, 5], 2) == "3, 5"
+    assert list_some(iter([3, 5, 8]), 2) == "3, 5, …"

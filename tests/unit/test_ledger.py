@@ -291,3 +291,9 @@ def test_an_entry_that_could_not_be_written_is_rolled_back_too(tmp_path: Path, w
     ledger.record(Drop("a/4", "media", "missing_media", "no file", epoch=0))
     assert sorted(drop.key for drop in ledger) == ["a/1", "a/4"]
     assert sorted(drop.key for drop in Ledger.load(path)) == ["a/1", "a/4"]
+
+
+@pytest.mark.parametrize(("key", "dataset"), [("coco/812", "coco"), ("a/b/3#1", "a/b"), ("17", ""), ("", "")])
+def test_an_entry_from_a_key_has_its_dataset(key: str, dataset: str) -> None:
+    drop = Drop.from_key(key, "encode", "truncated", "cut", "cut", epoch=2)
+    assert drop == Drop(key, "encode", "truncated", "cut", "cut", dataset, 2)

@@ -148,7 +148,7 @@ def _print(report: CheckReport, fixed: Fixed | None, show: int, advice: list[str
     )
     out.lines(advice)
     skipped: dict[str, list[str]] = defaultdict(list)
-    for rule, need in report.not_asked().items():
+    for rule, need in report.skipped_rules().items():
         skipped[need].append(rule)
     out.lines(f"skipped ({need}): {', '.join(rules)}" for need, rules in skipped.items())
     if fixed is not None:

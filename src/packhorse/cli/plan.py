@@ -221,7 +221,7 @@ def summary_lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return a description of the plan in a few lines: (name, text)."""
     documents = report["documents_per_pack"]
     quartiles = ", ".join(f"{documents[name]:,}" for name in ("min", "p25", "p50", "p75", "max"))
-    kept = f" ({report['reserve']:,} are kept free for a placeholder)" if report["reserve"] else ""
+    reserved = f" ({report['reserve']:,} are reserved for a placeholder)" if report["reserve"] else ""
     packed, rows = report["packed"], report["rows"]
     share = f"{packed / rows:.2%}" if rows else "-"
     return [
@@ -233,7 +233,7 @@ def summary_lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "fill",
-            f"{report['fill']:.3%} of {report['capacity']:,} tokens{kept}: {report['tokens']:,} tokens "
+            f"{report['fill']:.3%} of {report['capacity']:,} tokens{reserved}: {report['tokens']:,} tokens "
             "after the label shift (one less per row)",
         ),
         ("per pack", f"{documents['mean']:.2f} samples (least, quartiles, most: {quartiles})"),

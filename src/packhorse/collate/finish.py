@@ -80,10 +80,9 @@ class Records:
 
     def record(self, key: str, reason: Reason, detail: str, action: Action = "dropped") -> None:
         """Log and record what happened to a sample; an empty key counts it without naming it."""
-        logger.warning("%s %s: %s", key or "a sample", action.replace("_", " "), detail)
+        logger.warning("%s %s: %s", key or "a sample", action, detail)
         ledger = default_ledger() if self.ledger is None else self.ledger
-        dataset = key.rpartition("/")[0]
-        ledger.record(Drop(key, "collate", reason, detail, action, dataset, self.epoch))
+        ledger.record(Drop.from_key(key, "collate", reason, detail, action, epoch=self.epoch))
 
     def record_unsupervised(self, labels: Sequence[torch.Tensor], keys: Sequence[str]) -> None:
         """Record each sample without a supervised token."""

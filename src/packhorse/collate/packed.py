@@ -189,8 +189,8 @@ def loss_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
             "attention_mask holds document numbers (materialize_4d_mask=False), and models of transformers "
             "would take each row for one document: collate with materialize_4d_mask=True"
         )
-    dropped = _INFORMATION | ({"attention_mask"} if "cu_seq_lens_q" in batch else set())
-    return {key: value for key, value in batch.items() if key not in dropped}
+    omitted = {*_INFORMATION, "attention_mask"} if "cu_seq_lens_q" in batch else _INFORMATION
+    return {key: value for key, value in batch.items() if key not in omitted}
 
 
 def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from packhorse.chat import Processor
 from packhorse.collate.packer import Packer, pack_to_dict, to_sample
 from packhorse.count.columns import CountColumns
-from packhorse.encode.robust import OnBad, ReplacingDataset, load_sample
+from packhorse.encode.robust import OnBad, ReplacingDataset, dataset_key, load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError, data_errors
 from packhorse.families import Family
@@ -158,8 +158,7 @@ class PackedDatasetWrapper(ReplacingDataset):
 
     def sample_key(self, index: int) -> str:
         """Return the key of a sample of the inner dataset for the ledger."""
-        key = getattr(self.inner_dataset, "key", None)
-        return str(key(index)) if callable(key) else str(index)
+        return dataset_key(self.inner_dataset, index)
 
     def load(self, idx: int) -> dict[str, Any]:
         """Build one pack; raise :class:`EmptyPack` if none of its samples can be used."""
@@ -168,7 +167,7 @@ class PackedDatasetWrapper(ReplacingDataset):
         for index in dropped:
             length = self._lazy_lengths.lengths([index])[0]
             failures.append((index, self._overflow(idx, self.packer.padded_length(length - 1))))
-        # The inner wrapper records no more than that reading failed.
+        # As a ReplacingDataset records a sample that it cannot load.
         stage: Stage = "read" if isinstance(self.inner_dataset, ReplacingDataset) else "encode"
         samples: list[Sample] = []
         used = 0
@@ -231,10 +230,9 @@ class PackedDatasetWrapper(ReplacingDataset):
         logger.warning("%s %s: %s", self.sample_key(index), action, failure.detail)
 
     def _enter(self, index: int, failure: BadSample, action: Action) -> None:
-        key = self.sample_key(index)
-        dataset = key.rpartition("/")[0]
-        entry = Drop(key, failure.stage, failure.reason, failure.detail, action, dataset, self.epoch)
-        self.ledger.record(entry)
+        key, detail = self.sample_key(index), failure.detail
+        drop = Drop.from_key(key, failure.stage, failure.reason, detail, action, epoch=self.epoch)
+        self.ledger.record(drop)
 
     def _overflow(self, idx: int, length: int, left: int | None = None) -> BadSample:
         """Return why a sample of this padded length is not in its pack."""
@@ -477,7 +475,7 @@ def _record_excluded(
                     raise BadSample(detail, reason=drop, key=key, stage="plan")
             elif reason == "too_long":
                 detail = eligibility.overlong_reason(index)
-            packed.ledger.record(Drop(key, "plan", drop, detail, dataset=key.rpartition("/")[0]))
+            packed.ledger.record(Drop.from_key(key, "plan", drop, detail))
             dropped[drop] += 1
     for reason, number in dropped.items():
         logger.warning("%s of %s samples dropped: %s", f"{number:,}", f"{plan.samples:,}", reason)

@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX, is_transformers, pad_token_id, template_errors, token_keys
+from packhorse.chat import (
+    IGNORE_INDEX,
+    is_transformers,
+    pad_token_id,
+    rejected_by_template,
+    template_errors,
+    token_keys,
+)
 from packhorse.collate.finish import add_counts, cast_pixels, records_of, row_order, sample_key, shift_batch
 from packhorse.collate.packer import media_keys, stack_tokens
 from packhorse.collate.processor_call import call, can_encode, logger, padding_side, plain_turns, render
@@ -232,8 +239,7 @@ def _render(example: Example, encoder: Encoder) -> str:
     try:
         return render(encoder, plain_turns(example.turns, encoder.family))
     except template_errors() as error:
-        detail = f"the chat template rejects it: {error}"
-        raise encoder.family.bad(detail, example.conversation, "wrong_format") from error
+        raise rejected_by_template(error, example.key) from error
 
 
 def call_with_texts(examples: Sequence[Example], encoder: Encoder, **options: Any) -> dict[str, Any]:

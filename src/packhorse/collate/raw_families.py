@@ -119,9 +119,9 @@ def _inject_thinking_prefix_tokens(batch: Mapping[str, Any], tokenizer: Tokenize
     }
     rows = []
     for row, ((start, end), indices) in enumerate(zip(spans, insertions, strict=True)):
-        places = [index - start for index in indices]
+        positions = [index - start for index in indices]
         rows.append(
-            {key: _insert(batch[key][row, start:end], places, inserted.get(key, zeros)) for key in keys}
+            {key: _insert(batch[key][row, start:end], positions, inserted.get(key, zeros)) for key in keys}
         )
     width = max(ids.shape[1], *(len(row["input_ids"]) for row in rows))
     left = all(end == ids.shape[1] for _, end in spans) and any(start for start, _ in spans)
@@ -144,9 +144,10 @@ def _visible_span(mask: torch.Tensor) -> tuple[int, int]:
     return (int(visible[0]), int(visible[-1]) + 1) if len(visible) else (0, 0)
 
 
-def _insert(row: torch.Tensor, places: Sequence[int], values: Sequence[int]) -> torch.Tensor:
+def _insert(row: torch.Tensor, positions: Sequence[int], values: Sequence[int]) -> torch.Tensor:
+    """Return the row with ``values`` inserted at each of these positions."""
     piece = torch.tensor(values, dtype=row.dtype, device=row.device)
-    edges = [0, *places, len(row)]
+    edges = [0, *positions, len(row)]
     pieces = [part for start, end in pairwise(edges) for part in (piece, row[start:end])]
     return torch.cat(pieces[1:])
 

@@ -10,11 +10,11 @@ from typing import Any, Protocol, TypeVar
 
 from PIL import Image
 
-from packhorse.chat import CannotAlign, Processor, template_errors
+from packhorse.chat import CannotAlign, Processor, rejected_by_template, template_errors
 from packhorse.collate.finish import Records
 from packhorse.collate.processor_call import Turns, plain_turns, render, text_ids, tolerated_errors
 from packhorse.collate.raw_labels import _extract_assistant_text
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import BadSample, ConfigError, list_some
 from packhorse.families import Encoder
 from packhorse.formats.estimate import image_config, image_tokens
 from packhorse.media import image_size
@@ -134,7 +134,7 @@ def _within(lengths: Sequence[int], max_length: int, keys: Sequence[str], record
     if too_long and len(too_long) == len(lengths):
         raise BadSample(
             f"all {len(lengths)} samples of the batch have more than max_length={max_length} tokens "
-            f"({', '.join(map(str, too_long[:8]))}{', …' if len(too_long) > 8 else ''})",
+            f"({list_some(too_long, 8)})",
             reason="too_long",
             stage="collate",
         )
@@ -149,8 +149,7 @@ def token_length(conversation: Turns, encoder: Encoder, key: str = "") -> int:
     try:
         text = len(text_ids(encoder.tokenizer, render(encoder, plain_turns(conversation, encoder.family))))
     except template_errors() as error:
-        detail = f"the chat template rejects it: {error}"
-        raise BadSample(detail, reason="wrong_format", key=key, stage="collate") from error
+        raise rejected_by_template(error, key, "collate") from error
     except tolerated_errors(encoder.processor, CannotAlign, ConfigError):
         text = _length_of_texts(conversation, encoder)
     return text + _media_tokens(conversation, encoder)

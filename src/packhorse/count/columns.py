@@ -194,7 +194,7 @@ class Distribution:
         return cls(np.bincount(array))
 
     @classmethod
-    def concat(cls, parts: Iterable[Distribution]) -> Distribution:
+    def merge(cls, parts: Iterable[Distribution]) -> Distribution:
         """Return the distribution of all values together."""
         counts = [part.counts for part in parts]
         total = np.zeros(max(map(len, counts), default=0), np.int64)

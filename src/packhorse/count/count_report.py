@@ -23,7 +23,7 @@ import orjson
 from packhorse.chat import IGNORE_INDEX, CannotAlign
 from packhorse.count.columns import COUNTS, OK, CountColumns
 from packhorse.count.sidecar import Sidecar
-from packhorse.errors import BadSample, ConfigError, SystemFault
+from packhorse.errors import BadSample, ConfigError, write_fault
 from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.meta import DatasetConfig
@@ -347,7 +347,8 @@ def write_counted_jsonl(
         text = json.dumps(meta, indent=2, ensure_ascii=False) + "\n"
         write_atomic(home / "meta.json", lambda file: file.writelines([text.encode()]))
     except OSError as error:
-        raise SystemFault(f"{error.filename or home} cannot be written ({error.strerror})") from error
+        remedy = "Free disk space or choose another folder"
+        raise write_fault(error, error.filename or home, remedy) from error
     return targets
 
 

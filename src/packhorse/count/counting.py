@@ -45,7 +45,7 @@ from packhorse.count.sidecar import (
     open_batches,
     sidecar_metadata,
 )
-from packhorse.errors import FULL_DISK, ConfigError, SystemFault
+from packhorse.errors import FULL_DISK, ConfigError, SystemFault, write_fault
 from packhorse.formats.meta import DatasetConfig, Meta, open_dataset_rows, read_meta
 from packhorse.rows.row_files import RowFile
 from packhorse.utils.files import Fingerprint, cache_lock, remove_if_idle, write_atomic
@@ -171,7 +171,7 @@ def _count_files(
         started = time.monotonic()
         for store in stores:
             store.write_sidecar_if_complete()
-        while any(store.missing for store in stores):  # again if another process has removed parts
+        while any(store.missing for store in stores):  # more than once if another process removes parts
             tasks = [store.tasks() for store in stores]
             with contextlib.closing(map_parts(tasks, work, engine, progress)) as results:
                 for index, task, result in results:
@@ -271,7 +271,7 @@ class PartStore:
             if anywhere is not None and all(needs_no_media(part.batch()) for part in self._parts.values()):
                 location = anywhere  # counts of rows without media hold in every working directory
             target = location.targets()[self._home]
-            with report_full_disk(target):
+            with _raise_as_system_fault(target):
                 if self._keeps_previous and self._previous is not None:
                     # A run that was planned from these counts can resume with them only.
                     with contextlib.suppress(OSError):
@@ -343,7 +343,7 @@ class PartStore:
                 known[digest] = Part(digest, (sidecar, number), sidecar.about["checks"][number])
         saved = (Part(path.stem.partition("-")[0], path) for path in self._part_files())
         known |= {part.digest: part for part in saved if part.is_whole()}
-        # A timeout or a missing permission is not a property of the row: try again.
+        # A timeout or a missing permission is not a property of the row: retry.
         return {
             digest: part
             for digest, part in known.items()
@@ -423,7 +423,7 @@ class Part:
         reader = open_batches(str(self.source))
         try:
             batch = reader.get_batch(0)
-            if not self._check:  # not again later: the sidecar that it becomes part of is verified as well
+            if not self._check:  # only once: the sidecar that it becomes part of is verified as well
                 check = (reader.schema.metadata or {}).get(CHECK, b"").decode()
                 if check != batch_digest(batch):
                     raise ValueError("its counts are not those that were written")
@@ -474,14 +474,14 @@ def may_write(folder: Path) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if error.errno not in _NOT_WRITABLE:
-            raise _write_fault(error, folder) from error
+            raise _count_file_fault(error, folder) from error
         logger.info("%s cannot be written (%s)", folder.parent, error.strerror)
         return False
     return os.access(folder, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def save_part(path: Path, data: bytes, newer_than: Iterable[Path] = ()) -> None:
-    """Write a part, complete or not at all, and newer than these count files, whatever the clock says."""
+    """Write a part, complete or not at all, and newer than these count files, even with a wrong clock."""
 
     def write(file: IO[bytes]) -> None:
         file.write(data)
@@ -489,31 +489,28 @@ def save_part(path: Path, data: bytes, newer_than: Iterable[Path] = ()) -> None:
         mark_newest(file.fileno(), newer_than)  # before the file appears under its name
 
     try:
-        with report_full_disk(path):
+        with _raise_as_system_fault(path):
             with contextlib.suppress(FileNotFoundError):
                 return write_atomic(path, write)
             write_atomic(path, write)  # another process has just removed the folder, as it was empty
     except FileNotFoundError as error:
-        raise _write_fault(error, path) from error
+        raise _count_file_fault(error, path) from error
 
 
 @contextlib.contextmanager
-def report_full_disk(path: Path) -> Iterator[None]:
-    """Raise errors of writing ``path`` as SystemFault; a missing part is left to the caller."""
+def _raise_as_system_fault(path: Path) -> Iterator[None]:
+    """Raise errors of writing ``path`` as :class:`SystemFault`; a missing part stays FileNotFoundError."""
     try:
         yield
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise _write_fault(error, path) from error
+        raise _count_file_fault(error, path) from error
 
 
-def _write_fault(error: OSError, path: Path) -> SystemFault:
-    reason = FULL_DISK.get(error.errno or 0, error.strerror or str(error))
-    remedy = "free some space and count again" if error.errno in FULL_DISK else "count again"
-    return SystemFault(
-        f"{path} cannot be written: {reason}. No count file is incomplete; {remedy} (finished parts are kept)"
-    )
+def _count_file_fault(error: OSError, path: Path) -> SystemFault:
+    remedy = "free disk space and count again" if error.errno in FULL_DISK else "count again"
+    return write_fault(error, path, f"No count file is incomplete; {remedy} (finished parts are kept)")
 
 
 def mark_newest(path: Path | int, others: Iterable[Path]) -> None:

@@ -143,7 +143,7 @@ def check_media_dir(config: DatasetConfig) -> None:
     except OSError as error:
         raise ConfigError(
             f"dataset '{config.name}': the media_dir {folder} cannot be read ({error.strerror}): mount it, "
-            "correct media_dir in the meta file, or give the right to read it"
+            "correct media_dir in the meta file, or grant the permission to read it"
         ) from error
 
 
@@ -216,7 +216,7 @@ def make_counter(processor: Any, trust_remote_code: bool = False) -> TokenCounte
     try:
         encoder.render(turns)
     except template_errors():
-        pass  # there is a template, which rejects this conversation; rows are counted with theirs
+        pass  # the template exists and rejects only this conversation; rows are checked when they are counted
     except (ValueError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(

@@ -342,7 +342,7 @@ class SidecarLocation:
     def find(self) -> Sidecar | None:
         """Return the sidecar if it exists and is whole; the newest if there are several."""
         opened = map(open_sidecar, self._newest_first())
-        return next((one for one in opened if one is not None and self.holds(one.settings_key)), None)
+        return next((file for file in opened if file is not None and self.holds(file.settings_key)), None)
 
     def _newest_first(self) -> list[Path]:
         """Return existing targets: the data's folder may have become read-only before a fresh count."""
@@ -474,7 +474,7 @@ def _why_missing(location: SidecarLocation) -> str:
         return f"{file} was never counted"
     if any(location.holds(other.settings_key) for other in others):
         return f"{file} has changed since it was counted"
-    expected = [one.settings.values for one in (location, location.anywhere) if one is not None]
+    expected = [wanted.settings.values for wanted in (location, location.anywhere) if wanted is not None]
     fewest = min((_differences(o.about["settings"], v) for o in others for v in expected), key=len)
     return f"{file} was counted with another {', '.join(fewest) or 'format'}"
 

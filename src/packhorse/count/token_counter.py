@@ -12,13 +12,13 @@ import hashlib
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, compress
 from typing import Any, cast
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, Span, label_tokens, special_tokens
+from packhorse.chat import IGNORE_INDEX, CannotAlign, Span, compile_tokens, label_tokens, special_tokens
 from packhorse.errors import BadSample, ConfigError, naming
 from packhorse.families import Encoder, MediaSize
 from packhorse.families.encoder import processor_errors
@@ -227,12 +227,6 @@ Written = list[str | int]
 """Texts, and numbers of special tokens between them."""
 
 
-def _compile_tokens(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that finds the longest of these tokens at each position of a text."""
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-
 class TokenCounter:
     """Counts conversations for the processor that will encode them."""
 
@@ -254,11 +248,11 @@ class TokenCounter:
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        return _compile_tokens(self.encoder.special_tokens)
+        return compile_tokens(self.encoder.special_tokens)
 
     @cached_property
     def _special_or_placeholder(self) -> re.Pattern[str]:
-        return _compile_tokens({*self.encoder.special_tokens, *self.encoder.placeholders.values()})
+        return compile_tokens({*self.encoder.special_tokens, *self.encoder.placeholders.values()})
 
     @cached_property
     def _added_tokens(self) -> int:

@@ -124,8 +124,7 @@ class ReplacingDataset(Dataset[Any]):
 
     def key(self, idx: int) -> str:
         """Return the key of a sample in the ledger: that of the dataset, else the index."""
-        key = getattr(self.dataset, "key", None)
-        return str(key(idx)) if callable(key) else str(idx)
+        return dataset_key(self.dataset, idx)
 
     def read(self, idx: int) -> tuple[str, Any]:
         """Return key and sample of the wrapped dataset; remarks on the row are recorded under its key."""
@@ -145,8 +144,8 @@ class ReplacingDataset(Dataset[Any]):
         detail = error.detail + self._location(idx, error.stage) + more
         key = "" if idx is None else self.key(idx)
         action: Action = "replaced" if replaced else "dropped"
-        dataset = key.rpartition("/")[0]
-        self.ledger.record(Drop(key, error.stage, error.reason, detail, action, dataset, self.epoch))
+        drop = Drop.from_key(key, error.stage, error.reason, detail, action, epoch=self.epoch)
+        self.ledger.record(drop)
         logger.warning("%s %s: %s", key or "a sample", action, detail)
 
     def _location(self, idx: int | None, stage: Stage) -> str:
@@ -184,6 +183,12 @@ class ReplacingDataset(Dataset[Any]):
             1 + self.max_retries,
             last,
         )
+
+
+def dataset_key(dataset: Rows, index: int) -> str:
+    """Return the key that a dataset gives a row (``coco/812``); the index if it has no ``key``."""
+    key = getattr(dataset, "key", None)
+    return str(key(index)) if callable(key) else str(index)
 
 
 def load_sample(dataset: Rows, index: int) -> Any:
@@ -285,7 +290,7 @@ class _RobustCollate:
             last = outcome.error
             culprit = self._culprit(entries, last)
             if culprit is None:
-                return self._instead(entries, last)
+                return self._replace_batch(entries, last)
             self._exchange(entries, culprit, last)
         if entries and last is not None:
             raise self._give_up(entries[0].error or last, last)
@@ -324,7 +329,7 @@ class _RobustCollate:
                 more = f"; {self.dataset.key(entry.current)} instead"
                 self.dataset.record(entry.index, entry.error, more, replaced=True)
 
-    def _instead(self, entries: Sequence[_Entry], error: BadSample) -> Any:
+    def _replace_batch(self, entries: Sequence[_Entry], error: BadSample) -> Any:
         """Return another batch, or None; record all samples of this one."""
         indices = [entry.index for entry in entries]
         # Replacements of unknown samples are chosen by the position in the batch.

@@ -208,8 +208,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         return shorter
 
     def _remark(self, key: str, reason: Reason, detail: str, action: Action) -> None:
-        dataset = key.rpartition("/")[0]
-        self.ledger.record(Drop(key, "encode", reason, detail, action, dataset, self.epoch))
+        self.ledger.record(Drop.from_key(key, "encode", reason, detail, action, epoch=self.epoch))
 
 
 def run_hook(hook: Callable[[dict[str, Any], Any], T], result: dict[str, Any], processor: Processor) -> T:

@@ -29,6 +29,7 @@ from packhorse.chat import (
     TokenizedText,
     answer_spans,
     is_transformers,
+    rejected_by_template,
     supervised_tokens,
     template_errors,
     token_ids,
@@ -495,15 +496,14 @@ class Encoder(ChatProcessor):
         try:
             return self.render(self.family.turns(conversation))
         except template_errors() as error:
-            what = f"the chat template rejects it: {error}"
-            raise self.family.bad(what, conversation, "wrong_format") from error
+            raise rejected_by_template(error, conversation.key) from error
 
     def place_audio(self, example: Mapping[str, Any], key: str = "") -> Mapping[str, Any]:
         """:func:`packhorse.formats.conversation.place_audio` with the family's placeholder."""
         if example.get("audio") is None:
             return example
         placeholders: list[str] = []
-        with suppress(ConfigError):  # a small object by the name of a known class names none
+        with suppress(ConfigError):  # a stub with the name of a known class has no tokens
             placeholders = [self.placeholders["audio"]] if "audio" in self.family.kinds else []
         return place_audio(example, placeholders, key)
 

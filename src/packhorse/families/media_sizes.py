@@ -7,12 +7,12 @@ its header; both give the same number.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from packhorse.chat import compile_tokens
 from packhorse.media import (
     DEFAULT_MAX_BYTES,
     MediaSize,
@@ -151,24 +151,22 @@ def shorten(pieces: Pieces, whole_tokens: Container[str]) -> tuple[str, int]:
 def fill_placeholders(
     text: str, placeholders: Mapping[MediaKind, str], kinds: Iterable[MediaKind], texts: Iterable[str]
 ) -> str:
-    """The rendered text with the text of each media item in place of its placeholder.
+    """Return the rendered text with the text of each media item in place of its placeholder.
 
     As the processors do it: the first placeholder of a kind is the first media item of that kind, wherever
     the template has put it.
 
-    >>> places = {"image": "<i>", "video": "<v>"}
-    >>> fill_placeholders("a <i> b <v> c <i>", places, ("image", "image", "video"), "123")
+    >>> placeholders = {"image": "<i>", "video": "<v>"}
+    >>> fill_placeholders("a <i> b <v> c <i>", placeholders, ("image", "image", "video"), "123")
     'a 1 b 3 c 2'
 
     ``kinds`` and ``texts`` are in the order of the conversation; a kind without a placeholder is not written.
     """
     waiting: dict[str, list[str]] = {}
-    for kind, written in zip(kinds, texts, strict=True):
+    for kind, item in zip(kinds, texts, strict=True):
         if kind in placeholders:
-            waiting.setdefault(placeholders[kind], []).append(written)
+            waiting.setdefault(placeholders[kind], []).append(item)
     if not waiting:
         return text
-    queues: dict[str, Iterator[str]] = {token: iter(found) for token, found in waiting.items()}
-    longest_first = sorted(waiting, key=len, reverse=True)
-    pattern = "|".join(re.escape(token) for token in longest_first)
-    return re.sub(pattern, lambda found: next(queues[found.group()]), text)
+    queues = {token: iter(written) for token, written in waiting.items()}
+    return compile_tokens(waiting).sub(lambda match: next(queues[match[0]]), text)

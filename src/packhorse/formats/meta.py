@@ -20,7 +20,6 @@ from pathlib import PurePath
 from typing import Any, Literal, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from packhorse.errors import BadSample, ConfigError, naming
 from packhorse.formats.sharegpt import ShareGptFormat, convert_row
@@ -35,7 +34,7 @@ from packhorse.media.remote import require_driver
 from packhorse.media.source import is_address
 from packhorse.rows.row_files import Row, RowFile, gc_paused, local_file, open_rows
 from packhorse.rows.selection import Remainder, RowSelection, row_key
-from packhorse.types import Drop, World
+from packhorse.types import Drop, Integers, World
 from packhorse.utils.progress import Progress
 
 logger = getLogger("packhorse.datasets")
@@ -279,8 +278,8 @@ class MetaDataset(Sequence[dict[str, Any]]):
 
     def locations(self, indices: Sequence[int]) -> list[str]:
         """As :meth:`location`, for many, without reading: if there are blank lines, without line numbers."""
-        places = [self._find(index) for index in indices]
-        return [source.file.quick_location(source.selection.row(position)) for source, position in places]
+        rows = map(self._find, indices)
+        return [source.file.quick_location(source.selection.row(position)) for source, position in rows]
 
     def lengths(self) -> dict[str, int]:
         """Examples per dataset, in order."""
@@ -330,8 +329,8 @@ def open_meta_dataset(
         index_dir: folder for the row indexes, instead of next to the files.
 
     Raises:
-        ConfigError: the meta file is not in order, or a file is not what its name says.
-        FileNotFoundError: a file is not there.
+        ConfigError: the meta file is not in order, or a data file does not match its suffix.
+        FileNotFoundError: a file does not exist.
     """
     configs = read_meta(path_or_dataset, dataset_names)
     world = _world(shard_data, rank, world_size)
@@ -442,10 +441,10 @@ class RowKeys:
         index %= len(self)
         return self.mixture.key(index + bisect.bisect_right(self._before, index))
 
-    def places(self) -> npt.NDArray[np.int64]:
+    def mixture_indices(self) -> Integers:
         """Return the index in the mixture of each example of the list, as it was loaded."""
-        numbers = np.arange(len(self), dtype=np.int64)
-        return numbers + np.searchsorted(np.asarray(self._before, np.int64), numbers, side="right")
+        indices = np.arange(len(self), dtype=np.int64)
+        return indices + np.searchsorted(np.asarray(self._before, np.int64), indices, side="right")
 
 
 def _load(source: Source, ledger: Ledger, on_bad: OnBadRow) -> _Loaded:
@@ -545,7 +544,7 @@ def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
     if len(first) > 1 and len({drop.key for drop in unknown}) == len(first):
         raise ConfigError(
             f"dataset '{config.name}': none of the first rows has an assistant turn; {unknown[0].key}: "
-            f"{unknown[0].detail}. Set tags={{'user_tag': …, 'assistant_tag': …}} to what the rows say"
+            f"{unknown[0].detail}. Set tags={{'user_tag': …, 'assistant_tag': …}} to the roles of the rows"
         )
 
 

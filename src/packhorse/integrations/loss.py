@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from packhorse.chat import IGNORE_INDEX
-from packhorse.distributed import is_distributed, reachable_device
+from packhorse.distributed import has_process_group, reachable_device
 from packhorse.errors import ConfigError
 
 Batch = Mapping[str, Any]
@@ -107,7 +107,7 @@ def count_supervised(
         device: of the all-reduce; None for that of the backend.
     """
     count = sum(supervised_tokens(batch) for batch in batches)
-    if not is_distributed():
+    if not has_process_group():
         return count
     total = torch.tensor(count, dtype=torch.int64, device=device or reachable_device(group))
     dist.all_reduce(total, group=group)

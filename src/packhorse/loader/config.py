@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 
 from packhorse.errors import ConfigError, require
 from packhorse.types import Rows, World
+from packhorse.utils.pool import StartMethod, check_start_method
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,7 +31,6 @@ AttnImplementation = Literal["sdpa", "eager", "flash_attention_2", "flex_attenti
 OnBad = Literal["skip", "raise"]
 OnOverlong = Literal["drop", "truncate", "raise"]
 Placeholder = Literal["auto", "never"]
-StartMethod = Literal["fork", "spawn", "forkserver"]
 Verify = Literal["changed", "full"]
 
 # Names of other libraries (transformers, TRL, LLaMA-Factory, NeMo, Lightning) for our settings.
@@ -55,7 +54,7 @@ _AT_LEAST_ONE = (
     *("alignment", "prefetch_factor", "pipeline_microbatches"),
 )
 _ABOVE_ZERO = ("timeout", "sample_timeout")
-_ONLY_FOR_PACKS = ("max_patches", "max_media", "max_documents")
+_ONLY_FOR_PACKS = ("alignment", "max_patches", "max_media", "max_documents")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,15 +151,13 @@ class LoaderConfig:
             raise ConfigError(f"dataset_names={names!r}: expected a list of names, such as ['coco']")
         if self.max_bad_share is not None and self.max_bad_share > 1:
             raise ConfigError(f"max_bad_share={self.max_bad_share}: expected a share from 0 to 1, or None")
-        available = multiprocessing.get_all_start_methods()
-        if self.multiprocessing_context not in (None, *available):
-            raise ConfigError(
-                f"multiprocessing_context={self.multiprocessing_context!r} is not available on this "
-                f"platform; choose one of {', '.join(available)}"
-            )
-        limits = [name for name in _ONLY_FOR_PACKS if getattr(self, name)]
-        for name in [*(["alignment"] if self.alignment > 1 else []), *limits] if self.mode == "pad" else ():
-            raise ConfigError(f"{name} applies to packs: use mode='pack'")
+        if self.multiprocessing_context is not None:
+            check_start_method(self.multiprocessing_context)
+        if self.mode == "pad":
+            defaults = {field.name: field.default for field in fields(self)}
+            for name in _ONLY_FOR_PACKS:
+                if getattr(self, name) != defaults[name]:
+                    raise ConfigError(f"{name} applies to packs: use mode='pack'")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> LoaderConfig:

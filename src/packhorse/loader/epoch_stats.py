@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from packhorse.distributed import Collectives
-from packhorse.errors import FULL_DISK, ConfigError, PackhorseError, SystemFault
+from packhorse.errors import ConfigError, PackhorseError, write_fault
 from packhorse.ledger import GONE, Ledger
 from packhorse.loader.state import LoaderState, Tally
 from packhorse.plan.pack_plan import BAD_ROW, DROP_REASONS
@@ -145,8 +145,9 @@ class EpochStats:
         planned: examples in the plan; the others are in the ledger.
         delivered: samples delivered to a rank, counted batch by batch; None if unknown (see ``unknown``).
         lost: samples that were planned and failed, counted likewise.
-        reasons: number of samples that were not delivered, by reason, of this epoch and of all epochs.
-        remarks: number of samples that were delivered with a ledger entry (cut, nothing supervised).
+        reasons: samples that were not delivered, by reason: those in no plan, and those that failed in this
+            epoch.
+        remarks: samples that were delivered with a ledger entry (cut, nothing supervised), by reason.
         unknown: why ``delivered`` is None, and what to do; empty if it is known.
     """
 
@@ -191,9 +192,8 @@ def reconcile(
     stats = [part for part, _ in parts]
     earlier = [tally for _, tally in parts] if shard_data else [before]
     reasons, remarks = _count_reasons(ledger, ranks, own.epoch)
-    complete = ranks.is_distributed or ranks.world.size == 1
-    unknown = "" if complete else _NO_GROUP
-    if complete and None in earlier:
+    unknown = "" if ranks.reaches_all_ranks else _NO_GROUP
+    if ranks.reaches_all_ranks and None in earlier:
         unknown = _NO_COUNTS if ledger.path is None else _NO_STEPS.format(ledger.path.parent)
     total = Tally(sum(part.delivered or 0 for part in stats), sum(part.lost for part in stats))
     for tally in earlier:
@@ -248,11 +248,8 @@ class StepFile:
                     line = line[file.write(line) :]
             self._appended = True
         except OSError as error:
-            why = FULL_DISK.get(error.errno or 0, error.strerror or str(error))
-            raise SystemFault(
-                f"{self.path} cannot be written: {why}. Free some space (or choose a writable ledger_dir) "
-                "and resume from the last checkpoint"
-            ) from error
+            remedy = "Free disk space or choose a writable ledger_dir, and resume from the last checkpoint"
+            raise write_fault(error, self.path, remedy) from error
 
     def read(self, state: LoaderState) -> list[dict[int, tuple[Tally, list[Drop]]]]:
         """Return, for each segment of a state, its used micro-steps with their tallies and ledger entries."""
@@ -271,7 +268,7 @@ class StepFile:
 def count_used(ledger: Ledger, ranks: Collectives, state: LoaderState) -> Tally | None:
     """Sum what all ranks were given in the used steps of a state; None if a step file lacks a step."""
     own = StepFile.of(ledger)
-    if own is None or (ranks.world.size > 1 and not ranks.is_distributed):
+    if own is None or not ranks.reaches_all_ranks:
         return None
     by_rank = {ranks.world.rank: own.read(state)}
     if not ranks.world.rank:  # files of ranks that only an earlier, larger run had
@@ -314,7 +311,7 @@ def count_lost(ledger: Ledger, epoch: int) -> int:
 
 
 def restore_epoch(ledger: Ledger, epoch: int) -> None:
-    """Read the entries about an epoch from the file of a ledger; they are not written to it again."""
+    """Read the entries about an epoch from the file of a ledger; they are not rewritten to it."""
     if ledger.path is not None and ledger.path.exists():
         ledger.restore(_read_ledger(ledger.path).of_epoch(epoch, alone=True))
 

@@ -150,7 +150,7 @@ class Loader:
 
     def _choose_num_workers(self) -> int:
         cores = self._ranks.share_cores()  # a collective: called on every rank, whatever its settings
-        if not self._ranks.is_distributed and self.world.size > 1:
+        if not self._ranks.reaches_all_ranks:
             cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if self.config.num_workers is not None:
             return self.config.num_workers
@@ -222,7 +222,7 @@ class Loader:
     def describe(self) -> str:
         """Return the plan, the steps and what was dropped, as text."""
         size, reserve = self.config.pack_size, self._planner.reserve_in(self.plan)
-        reserved = f"; {reserve:,} of the {size:,} tokens of a pack are kept free for a placeholder"
+        reserved = f"; {reserve:,} of the {size:,} tokens of a pack are reserved for a placeholder"
         rows = f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}"
         steps = f"{len(self):,} micro-steps of {self.config.batch_size} x {self.world.size} ranks"
         plan, ledger = self._planner.describe(self.plan), self.ledger.summary(len(self.dataset))
@@ -311,7 +311,7 @@ class Loader:
             current.budget.check(self.epoch_stats.lost)
 
     def close(self) -> None:
-        """End the workers; iterating again starts new ones."""
+        """End the workers; the next iteration starts new ones."""
         self._workers.close()
 
     # Epochs and resuming.
@@ -443,7 +443,7 @@ class Loader:
         schedule = partial(PackSchedule, packs, seed=self.config.seed, epoch=state.epoch)
         if not self.config.shard_data or self.world.size == 1:
             return schedule(state.segments)
-        if not self._ranks.is_distributed:
+        if not self._ranks.reaches_all_ranks:
             raise ConfigError(
                 f"shard_data=True on {self.world}: the ranks have to agree on the number of steps. "
                 "Initialise torch.distributed before building the loader and, if its default group has other "

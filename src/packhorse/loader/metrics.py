@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from packhorse.types import BatchInfo
 
@@ -45,6 +45,17 @@ class Numbers:
     lost: int
 
 
+class _Step(NamedTuple):
+    """One micro-step: numbers of tokens, the straggler ratio, and seconds."""
+
+    tokens: int
+    slots: int
+    supervised: int
+    straggler: float
+    waited: float
+    took: float
+
+
 class Metrics:
     """Metrics of the last 50 steps, for a line in the log or for TensorBoard.
 
@@ -54,8 +65,7 @@ class Metrics:
 
     def __init__(self, gradient_accumulation_steps: int = 1) -> None:
         self._accumulation = gradient_accumulation_steps
-        # For each step: tokens, slots, supervised tokens, straggler ratio, seconds waited, seconds.
-        self._steps: deque[tuple[float, ...]] = deque(maxlen=_WINDOW)
+        self._steps: deque[_Step] = deque(maxlen=_WINDOW)
         self.samples = self.lost = self.steps = 0
         self._last: float | None = None
 
@@ -68,7 +78,7 @@ class Metrics:
         self.steps += 1
         self.samples += len(info.samples)
         self.lost += len(info.lost)
-        self._steps.append((info.tokens, info.slots, info.supervised, straggler, waited, took))
+        self._steps.append(_Step(info.tokens, info.slots, info.supervised, straggler, waited, took))
 
     def pause(self) -> None:
         """Exclude the time until the next batch (between epochs)."""
@@ -76,18 +86,19 @@ class Metrics:
 
     def numbers(self) -> Numbers:
         """Return the current metrics; zeros before the first step."""
-        columns = zip(*self._steps, strict=True) if self._steps else [()] * 6
-        tokens, slots, supervised, straggler, waited, took = map(sum, columns)
+        steps = self._steps
+        tokens, slots = sum(step.tokens for step in steps), sum(step.slots for step in steps)
+        waited, took = sum(step.waited for step in steps), sum(step.took for step in steps)
         fill = tokens / slots if slots else 0.0
         return Numbers(
-            fill,
-            1 - fill if slots else 0.0,
-            supervised / tokens if tokens else 0.0,
-            tokens / took if took else 0.0,
-            min(1.0, waited / took) if took else 0.0,
-            straggler / len(self._steps) if self._steps else 1.0,
-            self.samples,
-            self.lost,
+            fill=fill,
+            padding=1 - fill if slots else 0.0,
+            supervised=sum(step.supervised for step in steps) / tokens if tokens else 0.0,
+            tokens_per_second=tokens / took if took else 0.0,
+            wait=min(1.0, waited / took) if took else 0.0,
+            straggler=sum(step.straggler for step in steps) / len(steps) if steps else 1.0,
+            samples=self.samples,
+            lost=self.lost,
         )
 
     def as_dict(self) -> dict[str, float]:

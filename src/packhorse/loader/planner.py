@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import Content
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import BadSample, ConfigError, list_some
 from packhorse.formats.meta import MetaDataset
 from packhorse.loader.config import LoaderConfig
 from packhorse.plan.cost_model import CostWeights, media_masks, sample_costs
@@ -28,12 +27,11 @@ from packhorse.plan.lengths import FOUND_WHEN_COUNTED, after_shift
 from packhorse.plan.pack_plan import DROP_REASONS, PackPlan
 from packhorse.plan.planning import plan_key, plan_packs
 from packhorse.plan.schedule import SampleInfo
-from packhorse.types import MEDIA_KINDS, Drop, MediaMask, Reason, Rows
+from packhorse.types import MEDIA_KINDS, Drop, Floats, Integers, MediaMask, Reason, Rows
 from packhorse.utils.files import cache_folder, cache_lock, digest
 
 logger = getLogger("packhorse.loader")
 
-Integers = npt.NDArray[np.int64]
 # Reasons that can be fixed without changing the row.
 _FIXABLE_MEDIA = ("missing_media", "broken_media", "media_too_large", "row_too_large")
 _ORDER = 1  # increased when the same plan is scheduled in another order
@@ -106,13 +104,13 @@ class Planner:
                 try:
                     return PackPlan.load(path, key)
                 except (ConfigError, OSError) as error:
-                    logger.warning("the saved plan cannot be used, planning again: %s", error)
+                    logger.warning("the saved plan cannot be used, replanning: %s", error)
             plan = self._make_plan(epoch)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 plan.save(path, key)
             except OSError as error:
-                logger.warning("the plan cannot be saved (%s): the next start plans again", error)
+                logger.warning("the plan cannot be saved (%s): the next start replans", error)
         return plan
 
     def _make_plan(self, epoch: int) -> PackPlan:
@@ -151,7 +149,7 @@ class Planner:
         codes[~self.counts.ok[plan.dropped]] = DROP_REASONS.index("sample_failed")
         return replace(plan, drop_codes=codes)
 
-    def _costs(self) -> npt.NDArray[np.float64]:
+    def _costs(self) -> Floats:
         counts = self.counts
         patches = counts.patches.astype(np.float64)
         # The sidecar has totals only: assume that all media of a row have equally many patches.
@@ -211,7 +209,7 @@ class Planner:
         for (index, reason, detail), location in zip(dropped, locations, strict=True):
             key = self.samples.key(index)
             detail = "; ".join(part for part in (detail, location) if part)
-            drops.append(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
+            drops.append(Drop.from_key(key, "plan", reason, detail))
         return drops
 
     @property
@@ -227,7 +225,7 @@ class Planner:
         for drop in self.drops(plan):
             keys.setdefault(drop.reason, []).append(drop.key)
         for reason, names in keys.items():
-            some = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+            some = list_some(names, 5)
             lines.append(f"dropped   {reason}: {len(names):,} of {len(self.counts):,} ({some})")
         return lines
 
@@ -235,9 +233,11 @@ class Planner:
         """Raise if the settings (``on_overlong``, ``on_bad``) do not allow what a plan drops."""
         if self.config.on_overlong == "raise" and (longest := self._longest(plan)):
             raise ConfigError(f"{longest}: raise pack_size or set on_overlong='drop' or 'truncate'")
-        for index in np.flatnonzero(~self.counts.ok)[:1].tolist() if self.config.on_bad == "raise" else ():
-            reason: Reason = str(self.counts.status[index])  # type: ignore[assignment]
-            detail, key = _bad_detail(self.counts, index), self.samples.key(index)
+        bad = np.flatnonzero(~self.counts.ok)
+        if self.config.on_bad == "raise" and len(bad):
+            first = int(bad[0])
+            reason: Reason = str(self.counts.status[first])  # type: ignore[assignment]
+            detail, key = _bad_detail(self.counts, first), self.samples.key(first)
             raise BadSample(detail, reason=reason, key=key, stage="plan")
 
     def warn_of_overlong(self, plan: PackPlan) -> None:
@@ -270,14 +270,14 @@ def _bad_detail(counts: CountColumns, index: int) -> str:
     if counts.status[index] in _FIXABLE_MEDIA:
         hint = "; `packhorse count --retry-bad` between runs retries it"
     elif counts.status[index] == "unreachable_media":
-        hint = "; the next run asks again"
+        hint = "; the next run retries it"
     return f"{counts.detail[index]} ({FOUND_WHEN_COUNTED}{hint})"
 
 
 def too_long_detail(length: int, config: LoaderConfig, reserve: int) -> str:
     """Describe why a sample of ``length`` tokens (after the shift) is in no pack."""
     size, capacity = config.pack_size, sample_capacity(config, reserve)
-    reserved = f" ({size:,} less {size - capacity:,} kept free)" if capacity < size else ""
+    reserved = f" ({size:,} less {size - capacity:,} reserved)" if capacity < size else ""
     return f"{length:,} tokens, more than the {capacity:,} of a pack{reserved}"
 
 

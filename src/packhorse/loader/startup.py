@@ -31,6 +31,7 @@ from packhorse.count.parts import CountedRows, PartCounter, make_counter
 from packhorse.count.sidecar import counts_of
 from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.distributed import Collectives
+from packhorse.encode.robust import dataset_key
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError, data_errors
 from packhorse.families import family_of
@@ -399,8 +400,7 @@ class Shard(Sequence[Any]):
 
     def key(self, index: int) -> str:
         """Return the key of an example: that of the sequence, or its index there."""
-        key, position = getattr(self.data, "key", None), self.indices[index]
-        return str(key(position)) if callable(key) else str(position)
+        return dataset_key(self.data, self.indices[index])
 
 
 def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Collectives) -> CountColumns:

@@ -58,7 +58,7 @@ def _is_importing_main() -> bool:
 def build_staged(builder: BatchBuilder, item: WorkItem) -> Built:
     """Build a batch that carries its ledger entries; nothing is recorded before it is delivered.
 
-    Batches are built ahead, and rebuilt after a worker died or the loader was closed or iterated again.
+    Batches are built ahead, and rebuilt after a worker died or the loader was closed or re-iterated.
     Recorded at once, the entries of a first attempt would stay although the second one may succeed.
     """
     if in_worker():  # seed by step: the same numbers in any worker, and in a retry
@@ -99,7 +99,7 @@ class WorkerPool:
                 return  # another iterator uses the workers now
 
     def close(self) -> None:
-        """End the workers; iterating again starts new ones."""
+        """End the workers; the next iteration starts new ones."""
         if self._processes is not None:
             self._processes.close()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from packhorse.errors import ConfigError
+from packhorse.errors import ConfigError, list_some
 from packhorse.media.failure import bad_media
 
 _SETTINGS = ("fps", "min_frames", "max_frames", "num_frames", "temporal_patch_size")
@@ -270,7 +270,7 @@ def _check_indices(frame_indices: Sequence[int] | np.ndarray, total: int) -> np.
         raise bad_media(detail, "wrong_format")
     outside = indices[(indices < 0) | (indices >= total)]
     if len(outside):
-        named = ", ".join(map(str, outside[:8].tolist())) + (", …" if len(outside) > 8 else "")
+        named = list_some(outside, 8)
         raise bad_media(f"frame_indices {named} are not in the video's {total:,} frames")
     return indices.astype(np.int64)
 

@@ -19,8 +19,8 @@ from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from packhorse.chat import Processor
 from packhorse.count.sidecar import counts_of
-from packhorse.distributed import Collectives, is_distributed
-from packhorse.errors import ConfigError
+from packhorse.distributed import Collectives, has_process_group
+from packhorse.errors import ConfigError, list_some
 from packhorse.families.models import as_processor
 from packhorse.formats.estimate import (
     columns_of,
@@ -66,8 +66,7 @@ class IntegerSequence(Sequence[int]):
         return self._values.astype(dtype or np.int64, copy=bool(copy))
 
     def __repr__(self) -> str:
-        first = ", ".join(map(str, self[:8]))
-        return f"IntegerSequence([{first}{', …' if len(self) > 8 else ''}], {len(self):,} in all)"
+        return f"IntegerSequence([{list_some(self, 8)}], {len(self):,} in all)"
 
 
 MARGIN = 512
@@ -350,7 +349,7 @@ class LengthGroupedSampler(Sampler[int]):
             return smallest
         if world is not None and world.size == 1:
             return count
-        if is_distributed():
+        if has_process_group():
             ranks, settings = Collectives(World.detect()), f"seed={self.seed}, batch_size={self.batch_size}"
             ranks.assert_same("sample with different settings", settings, "Pass the same on every rank.")
             return int(min(ranks.gather(count)))

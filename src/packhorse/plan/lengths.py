@@ -228,7 +228,7 @@ def _mixture_of(examples: MetaExamples) -> tuple[MetaDataset, Integers] | None:
     keys = getattr(examples, "key", None)
     if not isinstance(keys, RowKeys) or len(examples) != len(keys):
         return None
-    mixture, positions = keys.mixture, keys.places()
+    mixture, positions = keys.mixture, keys.mixture_indices()
     for number in np.linspace(0, len(examples) - 1, min(len(examples), _ROWS_COMPARED)).astype(int).tolist():
         if examples[number].get("conversation") != mixture[int(positions[number])]["conversation"]:
             return None

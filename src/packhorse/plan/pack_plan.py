@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.count.columns import Distribution
-from packhorse.errors import ConfigError
+from packhorse.errors import ConfigError, list_some
 from packhorse.plan.cost_model import straggler_ratio
 from packhorse.plan.schedule import order_packs
 from packhorse.rows.row_files import gc_paused
@@ -134,7 +134,7 @@ class PackPlan:
             quartiles = ", ".join(f"{spread.percentile(percent):,}" for percent in QUARTILES)
             lines.append(f"per pack   {samples.mean():.2f} samples (least, quartiles, most: {quartiles})")
         for reason, positions in self.dropped_by_reason().items():
-            some = ", ".join(map(str, positions[:5].tolist())) + (", …" if len(positions) > 5 else "")
+            some = list_some(positions, 5)
             what = "bad        " if reason == DROP_REASONS[BAD_ROW] else f"dropped    {reason}: "
             lines.append(f"{what}{len(positions):,} of {self.samples:,} (samples {some})")
         if self.costs is not None:
@@ -170,14 +170,14 @@ class PackPlan:
         """Return a plan with these packs in this order; samples of others are dropped as ``left_over``."""
         packs = np.asarray(order, np.int64)
         sizes = np.diff(self.offsets)[packs]
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        offsets = offsets_of(sizes)
         first = np.repeat(self.offsets[packs] - offsets[:-1], sizes)
         indices = self.indices[first + np.arange(len(first))]
         beyond = np.ones(self.samples, bool)
         beyond[indices] = beyond[self.dropped] = False
-        more = np.flatnonzero(beyond)
-        dropped = np.concatenate([self.dropped, more])
-        codes = np.concatenate([self.drop_codes, np.full(len(more), DROP_REASONS.index("left_over"))])
+        left_over = np.flatnonzero(beyond)
+        dropped = np.concatenate([self.dropped, left_over])
+        codes = np.concatenate([self.drop_codes, np.full(len(left_over), DROP_REASONS.index("left_over"))])
         rising = np.argsort(dropped, kind="stable")
         tokens = self.tokens[packs]
         return replace(
@@ -185,7 +185,7 @@ class PackPlan:
             offsets=offsets,
             indices=indices,
             tokens=tokens,
-            bound=-(-int(tokens.sum()) // self.capacity) if len(more) else self.bound,
+            bound=-(-int(tokens.sum()) // self.capacity) if len(left_over) else self.bound,
             dropped=dropped[rising],
             drop_codes=codes[rising].astype(np.uint8),
             costs=None if self.costs is None else self.costs[packs],
@@ -206,7 +206,7 @@ class PackPlan:
             return replace(self, dropped=dropped, drop_codes=why)
         left = np.bincount(np.repeat(np.arange(len(self)), np.diff(self.offsets))[stay], minlength=len(self))
         packs = np.flatnonzero(left)
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(left[packs])])
+        offsets = offsets_of(left[packs])
         indices = self.indices[stay]
         tokens = sums_by_pack(np.asarray(lengths, np.int64)[indices], offsets)
         bound = -(-int(tokens.sum()) // self.capacity)
@@ -264,6 +264,13 @@ class PackPlan:
         if wrong := _contradiction(plan):
             raise _damage_error(path, wrong)
         return plan
+
+
+def offsets_of(sizes: Integers) -> Integers:
+    """Return where each of consecutive groups of these sizes starts, and where the last one ends."""
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
 
 
 def sums_by_pack(values: npt.NDArray[Any], offsets: Integers) -> npt.NDArray[Any]:

@@ -15,7 +15,7 @@ from packhorse.errors import ConfigError
 from packhorse.plan.best_fit import Fill, Histogram, best_fit, lower_bound
 from packhorse.plan.cutting_stock import Assignment, improve
 from packhorse.plan.limits import Resource, within_limits
-from packhorse.plan.pack_plan import DROP_REASONS, PackPlan, sums_by_pack
+from packhorse.plan.pack_plan import DROP_REASONS, PackPlan, offsets_of, sums_by_pack
 from packhorse.plan.schedule import random_generator
 from packhorse.types import Integers
 
@@ -311,7 +311,7 @@ class Shuffle:
         self._mask = (1 << bits) - 1
         self._fold = np.uint64((bits + 1) // 2)
         drawn = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=48).digest()
-        words = [int.from_bytes(drawn[at : at + 8], "little") & self._mask for at in range(0, 48, 8)]
+        words = [int.from_bytes(drawn[start : start + 8], "little") & self._mask for start in range(0, 48, 8)]
         self._rounds = [(words[i] | 1, words[i + 1]) for i in (0, 2, 4)]
         self._undo = [(pow(factor, -1, 1 << bits), add) for factor, add in reversed(self._rounds)]
 
@@ -360,7 +360,7 @@ def assign_samples(fill: Fill, order: Positions) -> tuple[Integers, Positions]:
     if len(order) < _MANY or len(order) < _LONG_RUN * runs:
         return gather(fill.pack_of(), fill.packs, order)
     sizes = fill.sizes()
-    offsets = _ends(sizes)
+    offsets = offsets_of(sizes)
     fill = _split_moves(fill, np.flatnonzero(np.diff(sizes)) + 1)
     positions = np.empty(len(order), np.int32)
     begins = offsets[fill.first] + fill.depth
@@ -393,15 +393,9 @@ def _split_moves(fill: Fill, changes: Integers) -> Fill:
 
 def gather(pack_of: npt.NDArray[np.integer], packs: int, order: Positions) -> tuple[Integers, Positions]:
     """Return offsets and positions as :func:`assign_samples`, from the pack of each sample in ``order``."""
-    offsets = _ends(np.bincount(pack_of, minlength=packs))
+    offsets = offsets_of(np.bincount(pack_of, minlength=packs))
     keys = pack_of.astype(np.int64)
     keys <<= 32
     keys |= np.arange(len(order))
     keys.sort()
     return offsets, order[keys.view(np.int32)[_LOWER_HALF::2]]
-
-
-def _ends(sizes: Integers) -> Integers:
-    offsets = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    return offsets

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.errors import ConfigError
+from packhorse.types import Flags
 from packhorse.utils.files import Fingerprint, cache_folder, cache_lock, digest, write_atomic
 from packhorse.utils.progress import Progress
 
@@ -46,7 +47,7 @@ class EmptyLines:
     def __init__(self) -> None:
         self.before_rows = self._any = False
 
-    def update(self, empty: npt.NDArray[np.bool_]) -> None:
+    def update(self, empty: Flags) -> None:
         """Add the next lines of the file: True for a blank line, False for a row."""
         first = int(empty.argmax()) if empty.any() else len(empty)
         self.before_rows |= not empty[0 if self._any else first :].all()
@@ -129,13 +130,11 @@ def _chunks(
             report(offset + got)
 
 
-def _find_empty_lines(
-    fd: int, data: npt.NDArray[np.uint8], starts: Offsets, offset: int, size: int
-) -> npt.NDArray[np.bool_]:
+def _find_empty_lines(fd: int, data: npt.NDArray[np.uint8], starts: Offsets, offset: int, size: int) -> Flags:
     """Return which of the lines at ``starts`` are white space only."""
     first = data[starts]
     second = data[np.minimum(starts + 1, len(data) - 1)]
-    empty: npt.NDArray[np.bool_] = (first == _NEWLINE) | ((first == _RETURN) & (second == _NEWLINE))
+    empty: Flags = (first == _NEWLINE) | ((first == _RETURN) & (second == _NEWLINE))
     for i in np.flatnonzero((first <= _SPACE) & ~empty):  # rare: lines that begin with white space
         empty[i] = _is_empty_line(fd, offset + int(starts[i]), size)
     return empty

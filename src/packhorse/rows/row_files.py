@@ -522,8 +522,8 @@ def load_jsonl_for_rank(
 class _ShareOfLines:
     """Parse every ``world_size``-th line of a file while it is scanned for its index (a line observer).
 
-    Saves a second pass over the file, without which the promised speed (see above) is missed. Lines that
-    orjson rejects are left to :meth:`rows`.
+    Saves a second pass over the file, with which the speed that benchmarks/jsonl.py promises (2.5 times that
+    of ``json.loads``) is missed. :meth:`rows` reads lines that orjson rejects.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:

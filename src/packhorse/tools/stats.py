@@ -277,7 +277,7 @@ def _merge(name: str, file: str, parts: Sequence[DatasetStats], longest: int = _
         dict(bad.most_common()),
         sum(part.text_only for part in parts),
         dict(media),
-        {spread: Distribution.concat(part.spreads[spread] for part in parts) for spread in SPREADS},
+        {spread: Distribution.merge(part.spreads[spread] for part in parts) for spread in SPREADS},
         tuple(rows[:longest]),
     )
 

@@ -264,8 +264,7 @@ def _receive_tasks(pipe: Connection, tasks: queue.SimpleQueue[bytes]) -> None:
 class _Worker:
     """One process, its pipe, and the keys of the tasks it was sent, oldest first."""
 
-    def __init__(self, work: _Work, multiprocessing_context: str | None) -> None:
-        context: Any = multiprocessing.get_context(multiprocessing_context)
+    def __init__(self, work: _Work, context: Any) -> None:
         self.pipe: Connection
         self.pipe, theirs = context.Pipe()
         self.note = context.RawValue("q", -1)
@@ -327,7 +326,7 @@ class ProcessPool(Generic[T, R]):
         retries: int = MAX_RETRIES,
     ) -> None:
         self._work, self.size = _Work(work), num_workers
-        self._start, self._retries = multiprocessing_context, retries
+        self._context, self._retries = multiprocessing.get_context(multiprocessing_context), retries
         self._workers: list[_Worker] = []
         self._retry = deque[int]()  # positions whose worker died
         self._done: dict[int, Any] = {}  # results and failures by position, until they are yielded
@@ -343,7 +342,7 @@ class ProcessPool(Generic[T, R]):
     def start(self) -> None:
         """Start the workers, unless they run; :meth:`run` does it if this was not called."""
         while len(self._workers) < self.size:
-            self._workers.append(_Worker(self._work, self._start))
+            self._workers.append(_Worker(self._work, self._context))
 
     def _positions_at(self, worker: _Worker) -> list[int]:
         """Return the positions of this run's tasks that a worker holds."""
@@ -468,7 +467,7 @@ class ProcessPool(Generic[T, R]):
             self._done[lost.pop(0)] = _Failure(error)
         logger.warning("a worker died (process %s: %s)", worker.process.pid, worker.exit_reason)
         self._retry.extend(lost)
-        self._workers[self._workers.index(worker)] = _Worker(self._work, self._start)
+        self._workers[self._workers.index(worker)] = _Worker(self._work, self._context)
 
     def _count_death(self, worker: _Worker, position: int | None) -> WorkerDied | None:
         """Return the error to raise if workers died too often over a task, or before one (None)."""
@@ -501,7 +500,17 @@ def _end_workers(workers: list[_Worker], owner: int) -> None:
     workers.clear()
 
 
-Start = Literal["spawn", "fork", "forkserver"]
+StartMethod = Literal["fork", "spawn", "forkserver"]
+
+
+def check_start_method(name: str) -> None:
+    """Raise if this platform cannot start processes in this way."""
+    available = multiprocessing.get_all_start_methods()
+    if name not in available:
+        raise ConfigError(
+            f"multiprocessing_context={name!r} is not available on this platform; choose one of "
+            f"{', '.join(available)}"
+        )
 
 
 class LocalEngine:
@@ -516,17 +525,14 @@ class LocalEngine:
             GPU and runs no other threads, such as a command.
     """
 
-    def __init__(self, num_workers: int | None = None, multiprocessing_context: Start = "spawn") -> None:
+    def __init__(
+        self, num_workers: int | None = None, multiprocessing_context: StartMethod = "spawn"
+    ) -> None:
         self.num_workers = _cores() if num_workers is None else num_workers
         if self.num_workers < 1:
             raise ConfigError(f"num_workers={num_workers} is too few: expected at least 1")
-        known = multiprocessing.get_all_start_methods()
-        if multiprocessing_context not in known:
-            raise ConfigError(
-                f"multiprocessing_context={multiprocessing_context!r} is not available on this platform: "
-                f"choose one of {', '.join(known)}"
-            )
-        self.multiprocessing_context: Start = multiprocessing_context
+        check_start_method(multiprocessing_context)
+        self.multiprocessing_context: StartMethod = multiprocessing_context
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
         """See :meth:`packhorse.utils.pool.Engine.run`. Closing the iterator early ends the processes."""

@@ -37,7 +37,7 @@ def test_every_planted_defect_is_found_and_nothing_else(tmp_path: Path) -> None:
     assert len(planted.lines) == 200
     assert by_row(report) == planted.expected
     assert not report.passed()
-    assert report.not_asked() == {}
+    assert report.skipped_rules() == {}
     rules = {rule for rules in planted.expected.values() for rule in rules}
     assert len(rules) >= 20
     found = list(report.findings())
@@ -79,11 +79,11 @@ def test_two_processes_find_what_one_finds_in_the_same_order(tmp_path: Path) -> 
     assert one.counts() == two.counts()
 
 
-def test_without_a_processor_its_rules_are_not_asked_and_named(tmp_path: Path) -> None:
+def test_without_a_processor_its_rules_are_skipped_and_named(tmp_path: Path) -> None:
     meta, planted = write_planted(tmp_path)
     report = check_meta(meta)
     needed = {name for name, rule in RULES.items() if rule.needs in ("processor", "max_length")}
-    assert set(report.not_asked()) == needed
+    assert set(report.skipped_rules()) == needed
     expected = {row: rules - needed for row, rules in planted.expected.items() if rules - needed}
     assert by_row(report) == expected
 
@@ -94,7 +94,7 @@ def test_headers_alone_show_what_is_missing_but_not_what_is_cut_off(tmp_path: Pa
     assert "missing_media" in rules
     assert "tiny_image" in rules
     assert not {"broken_media", "duplicate_image"} & rules
-    assert "duplicate_image" in check_meta(meta, decode=False).not_asked()
+    assert "duplicate_image" in check_meta(meta, decode=False).skipped_rules()
 
 
 def test_the_shape_that_a_processor_rejects_is_an_error_that_names_its_family(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_rule_can_be_ignored_and_an_unknown_one_is_rejected(tmp_path: Path) ->
     meta = mixture(tmp_path, [{"messages": []}, text_row(1), text_row(1)])
     report = check_meta(meta, ignore=["empty_conversation", "duplicate_conversation"])
     assert list(report.findings()) == []
-    assert report.not_asked()["empty_conversation"] == "ignored"
+    assert report.skipped_rules()["empty_conversation"] == "ignored"
     with pytest.raises(ConfigError, match="no rule empty; there are"):
         check_meta(meta, ignore=["empty"])
     with pytest.raises(ConfigError, match="max_length=5: expected"):

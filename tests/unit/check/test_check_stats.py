@@ -24,7 +24,7 @@ NUMBERS = st.lists(st.integers(0, 5_000), max_size=60)
 
 @given(NUMBERS, NUMBERS)
 def test_a_distribution_has_the_statistics_of_its_values(some: list[int], more: list[int]) -> None:
-    spread = Distribution.concat([Distribution.of(some), Distribution.of(more)])
+    spread = Distribution.merge([Distribution.of(some), Distribution.of(more)])
     values = sorted(some + more)
     assert (spread.n, spread.sum) == (len(values), sum(values))
     assert (spread.min, spread.max) == ((values[0], values[-1]) if values else (0, 0))

@@ -73,12 +73,12 @@ def test_the_report_is_one_json_object_with_stable_names(tmp_path: Path, saved: 
     report = json.loads(result.stdout)
     assert list(report) == [
         *("version", "passed", "processor", "max_length", "decoded", "seconds", "rows", "media"),
-        *("media_failed", "rows_with_errors", "counts", "datasets", "not_asked", "advice", "fixed"),
+        *("media_failed", "rows_with_errors", "counts", "datasets", "skipped_rules", "advice", "fixed"),
         "findings",
     ]
     assert (report["passed"], report["decoded"], report["processor"]) == (False, False, saved)
     assert report["counts"]["error"] == sum(one["severity"] == "error" for one in report["findings"])
-    assert set(report["not_asked"]) == {"duplicate_image"}
+    assert set(report["skipped_rules"]) == {"duplicate_image"}
     (line,) = [one for one in report["findings"] if one["rule"] == "malformed_row"]
     assert line.pop("found").startswith("not valid JSON")
     assert line == {
@@ -122,7 +122,7 @@ def test_the_command_finds_each_of_twenty_kinds_of_defects_in_two_hundred_rows_a
     result = as_typed(meta, *wanted, env=env)
     assert (result.returncode, result.stderr) == (1, "")
     report = json.loads(result.stdout)
-    assert (report["rows"], report["not_asked"]) == (200, {})
+    assert (report["rows"], report["skipped_rules"]) == (200, {})
     found: dict[int, set[str]] = {}
     for one in report["findings"]:
         found.setdefault(one["row"], set()).add(one["rule"])

@@ -197,7 +197,7 @@ def test_parts_that_another_process_removes_repeatedly_raise_one_error(tmp_path:
     # In every round two parts are missing, and the last one is counted after the others are removed.
     with pytest.raises(SystemFault, match="parts were removed while the count was running") as caught:
         count_meta(meta, qwen, part_rows=3, engine=RemovesFirst(tmp_path))
-    assert "free some space" not in str(caught.value)
+    assert "free disk space" not in str(caught.value)
 
 
 class RemovesFirst:
@@ -224,7 +224,7 @@ def test_only_a_full_disk_asks_for_free_space(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr("packhorse.count.counting.write_atomic", failing(code))
         with pytest.raises(SystemFault) as caught:
             save_part(tmp_path / "part", b"")
-        assert ("free some space" in str(caught.value)) is asks
+        assert ("free disk space" in str(caught.value)) is asks
 
 
 def test_a_fresh_count_that_was_interrupted_goes_on(

@@ -40,12 +40,12 @@ def test_waiting_is_reported_from_the_second_step_on(gradient_accumulation_steps
     assert "waiting for data" in loader.metrics.summary()
 
 
-def test_the_description_says_what_of_a_pack_is_kept_free() -> None:
+def test_the_description_says_what_of_a_pack_is_reserved() -> None:
     loader = load(mixed_rows(30), pack_size=300)
-    free = 300 - loader.plan.capacity
-    assert free > 0
-    assert f"; {free} of the 300 tokens of a pack are kept free for a placeholder\n" in loader.describe()
-    assert "kept free" not in load(texts(30), pack_size=300).describe()
+    reserved = 300 - loader.plan.capacity
+    assert reserved > 0
+    assert f"; {reserved} of the 300 tokens of a pack are reserved for a placeholder\n" in loader.describe()
+    assert "reserved" not in load(texts(30), pack_size=300).describe()
 
 
 def few_texts_among_images(number: int) -> list[dict[str, Any]]:
@@ -54,11 +54,11 @@ def few_texts_among_images(number: int) -> list[dict[str, Any]]:
     return [*texts(number // 30), *images]
 
 
-def test_nothing_is_kept_free_if_every_pack_has_an_image() -> None:
+def test_nothing_is_reserved_if_every_pack_has_an_image() -> None:
     rows = few_texts_among_images(120)
     with_image = [load(rows, rank, 2, pack_size=600) for rank in range(2)]
     assert {loader.plan.capacity for loader in with_image} == {600}
-    assert "kept free" not in with_image[0].describe()
+    assert "reserved" not in with_image[0].describe()
     delivered = sorted(index for loader in with_image for index in delivered_rows(loader))
     assert delivered == list(range(len(rows)))
     # Packs of a single sample: some hold text alone.

@@ -365,7 +365,7 @@ def test_missing_credentials_name_the_row_or_the_dataset(tmp_path: Path, qwen: A
 
 
 @pytest.mark.parametrize("status", [403, 503])
-def test_what_could_not_be_reached_is_asked_again_by_the_next_run(
+def test_what_could_not_be_reached_is_retried_by_the_next_run(
     tmp_path: Path, qwen: Any, server: Server, status: int
 ) -> None:
     meta = write_data(tmp_path, ["good.png", f"{server.url}/{status}/a.png", f"{server.url}/404/a.png"])
@@ -374,7 +374,7 @@ def test_what_could_not_be_reached_is_asked_again_by_the_next_run(
         "photos/1": "unreachable_media",
         "photos/2": "missing_media",
     }
-    assert "the next run asks again" in next(d.detail for d in loader.ledger if d.key == "photos/1")
+    assert "the next run retries it" in next(d.detail for d in loader.ledger if d.key == "photos/1")
     server.open = True  # what was missing is a fact, which is kept until --retry-bad
     asked = server.asked["/404/a.png"]
     loader = load(meta, qwen)

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from packhorse.count.parts import with_absolute_paths
 from packhorse.count.sidecar import data_source
-from packhorse.errors import ConfigError, SystemFault
+from packhorse.errors import ConfigError, write_fault
 from packhorse.ledger import entry_line
 from packhorse.rows.parquet import ParquetRows
 from packhorse.rows.row_files import RowFile
@@ -113,7 +113,8 @@ def write_fixed(
             shutil.rmtree(home, ignore_errors=True)
             raise
     except OSError as error:
-        raise SystemFault(f"{error.filename or target} cannot be written ({error.strerror})") from error
+        remedy = "Free disk space or choose another folder"
+        raise write_fault(error, error.filename or target, remedy) from error
     return Fixed(str(target), str(target / META), str(target / LEDGER), tuple(datasets))
 
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from packhorse.chat import compile_tokens
 from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.errors import BadSample
 from packhorse.families.encoder import PROCESSOR_ERRORS
@@ -147,8 +148,7 @@ class EncodingRules:
 
     def __init__(self, counter: TokenCounter, max_length: int | None = None) -> None:
         self.counter, self.max_length = counter, max_length
-        longest_first = sorted(_special_texts(counter), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._special = compile_tokens(_special_texts(counter))
 
     def typed_tokens(self, conversation: Conversation) -> Iterator[Violation]:
         """Yield a violation for each turn whose text contains special tokens."""

@@ -161,7 +161,7 @@ class CheckReport:
         counts = self.counts()
         return not counts["error"] and not (strict and counts["warning"])
 
-    def not_asked(self) -> dict[str, str]:
+    def skipped_rules(self) -> dict[str, str]:
         """Return the rules that were not applied, and why."""
         missing = {
             "content": "" if self.settings.decode else "needs the content of media, not their headers alone",
@@ -206,7 +206,7 @@ class CheckReport:
             **self.totals(),
             "counts": self.counts(),
             "datasets": [file.as_dict() for file in self.files],
-            "not_asked": self.not_asked(),
+            "skipped_rules": self.skipped_rules(),
         }
 
 

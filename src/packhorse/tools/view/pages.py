@@ -9,7 +9,6 @@ from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
-import numpy.typing as npt
 
 from packhorse.errors import data_errors
 from packhorse.tools.view import plots
@@ -17,10 +16,8 @@ from packhorse.tools.view.media_preview import MediaPreviews, describe_error
 from packhorse.tools.view.plan_report import bad_rows_warning
 from packhorse.tools.view.plan_viewer import PlanViewer, find_key, find_text
 from packhorse.tools.view.row_encoder import MediaItem, RowEncoder, RowView
-from packhorse.types import MEDIA_KINDS, MediaMask
+from packhorse.types import MEDIA_KINDS, Flags, Integers, MediaMask
 
-Integers = npt.NDArray[np.int64]
-Booleans = npt.NDArray[np.bool_]
 Values = dict[str, Any]
 
 SORTS = ("number", "fill", "documents", "cost")
@@ -105,9 +102,9 @@ class PackList:
         values = np.asarray(columns.get(sort, np.arange(len(plan))))
         return np.argsort(-values if down else values, kind="stable")
 
-    def _filter(self, query: PackQuery) -> Booleans | None:
+    def _filter(self, query: PackQuery) -> Flags | None:
         """Return which packs match a query; None for all."""
-        tests: list[Booleans] = []
+        tests: list[Flags] = []
         if query.least > 0 or query.most < 100:
             fill = self.plan.tokens * (100 / self.plan.capacity)
             tests.append((fill >= query.least) & (fill <= query.most))
@@ -121,13 +118,13 @@ class PackList:
             tests.append(self._filter_error(query.error))
         return np.logical_and.reduce(tests) if tests else None
 
-    def _filter_dataset(self, name: str) -> Booleans:
+    def _filter_dataset(self, name: str) -> Flags:
         if name not in self.viewer.names or not len(self.plan):
             return np.zeros(len(self.plan), bool)
         inside = self.viewer.dataset_ids(self.plan.indices) == self.viewer.names.index(name)
         return np.asarray(np.logical_or.reduceat(inside, self.plan.offsets[:-1]), bool)
 
-    def _filter_error(self, reason: str) -> Booleans:
+    def _filter_error(self, reason: str) -> Flags:
         matches = np.zeros(len(self.plan), bool)
         for row, drops in list(self.viewer.marks.items()):
             pack = int(self.viewer.pack_of[row])

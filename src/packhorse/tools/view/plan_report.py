@@ -30,10 +30,8 @@ from packhorse.plan.schedule import (
     schedule_packs,
 )
 from packhorse.tools.view.saved_plan import PlanRequest, PlanResult, make_plan
-from packhorse.types import MEDIA_KINDS, Drop
+from packhorse.types import MEDIA_KINDS, Drop, Integers
 from packhorse.utils.progress import OnProgress, Progress
-
-Integers = npt.NDArray[np.int64]
 
 VERSION = 1
 BATCH_SIZE = 8  # of the padded batches that packs are compared with

@@ -37,9 +37,7 @@ from packhorse.tools.view.saved_plan import (
     open_request,
     open_saved_plan,
 )
-from packhorse.types import Drop, Reason, mask_secrets
-
-Integers = npt.NDArray[np.int64]
+from packhorse.types import Drop, Integers, Reason, mask_secrets
 
 _MAX_DIGITS = 18  # Python does not convert a string of thousands of digits
 _MAX_RAW_BYTES = 100_000  # of a row that are shown
