@@ -258,44 +258,58 @@ def test_a_bad_sample_can_stop_the_run():
 
 
 def test_too_many_bad_samples_stop_the_run_with_the_reasons():
-    rows = Breaking(texts(100), {5, 50, 70})
-    loader = load(rows, max_bad_share=0.02)
+    rows = Breaking(texts(100), {5, 50, 70, 80, 90})
+    loader = load(rows, max_bad_share=0.04)
     rows.counted = True
-    with pytest.raises(TooManyBad, match=r"sample_failed 3.*cannot be read"):
+    with pytest.raises(TooManyBad, match=r"sample_failed 5.*cannot be read"):
         delivered_rows(loader)
-    rows.bad = {5, 50}
-    loader = load(rows, max_bad_share=0.02)
-    assert len(delivered_rows(loader)) == 98
+    rows.bad = {5, 50, 70, 80}
+    loader = load(rows, max_bad_share=0.04)
+    assert len(delivered_rows(loader)) == 96
 
 
 def test_too_many_rows_that_cannot_be_counted_stop_the_run_at_once():
     rows = texts(100)
-    for index in (4, 5):
+    for index in range(4, 8):
         rows[index] = chat("look", "so", {"type": "image", "image": "no/such.png"})
-    with pytest.raises(TooManyBad, match=r"2 of 100 samples .*missing_media") as caught:
+    with pytest.raises(TooManyBad, match=r"4 of 100 samples .*missing_media") as caught:
         load(rows)
     error = caught.value
-    assert (error.setting, error.bad, error.samples) == ("max_bad_share", 2, 100)
-    assert error.reasons == {"missing_media": 2}
-    assert len(delivered_rows(load(rows, max_bad_share=0.02))) == 98
+    assert (error.setting, error.bad, error.samples) == ("max_bad_share", 4, 100)
+    assert error.reasons == {"missing_media": 4}
+    assert len(delivered_rows(load(rows, max_bad_share=0.04))) == 96
+
+
+def test_more_rows_never_tolerate_fewer_bad_samples():
+    from packhorse.loader.epoch_stats import exceeds_share
+
+    def tolerated(samples, share):
+        return next(bad for bad in range(samples + 1) if exceeds_share(bad + 1, samples, share))
+
+    assert [tolerated(samples, 0.01) for samples in (99, 100, 399, 400, 1_000)] == [3, 3, 3, 4, 10]
+    for share in (0.0, 0.01, 0.05, 0.5):
+        limits = [tolerated(samples, share) for samples in range(4, 1_200)]
+        assert limits == sorted(limits)
+        assert limits[0] == (3 if share else 0)
 
 
 @pytest.mark.parametrize("counted", [False, True])
-def test_below_100_rows_three_bad_samples_are_tolerated(counted):
-    rows = Breaking(texts(99), {5, 50, 70})
+@pytest.mark.parametrize("number", [99, 100])
+def test_three_bad_samples_are_tolerated_whatever_their_share(number, counted):
+    rows = Breaking(texts(number), {5, 50, 70})
     loader = load(rows) if not counted else None
     rows.counted = True
     loader = load(rows) if counted else loader
-    assert len(delivered_rows(loader)) == 96
+    assert len(delivered_rows(loader)) == number - 3
     rows.counted, rows.bad = False, {5, 50, 70, 80}
     loader = load(rows)
     rows.counted = True
-    with pytest.raises(TooManyBad, match=r"4 of 99 samples.*max_bad_share=1.00%"):
+    with pytest.raises(TooManyBad, match=rf"4 of {number} samples.*max_bad_share=1.00%"):
         delivered_rows(loader)
     rows.counted = False
     loader = load(rows, max_bad_share=0.0)
     rows.counted = True
-    with pytest.raises(TooManyBad, match=r"1 of 99 samples"):
+    with pytest.raises(TooManyBad, match=f"1 of {number} samples"):
         delivered_rows(loader)
 
 
