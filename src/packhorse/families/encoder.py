@@ -433,8 +433,8 @@ class Encoder(ChatProcessor):
     What it looks up in the processor is cached. Only the processor and the family are pickled.
 
     Args:
-        processor: the model's processor, or a tokenizer for text alone. Changes made to it after the first
-            use have no effect.
+        processor: the model's processor, or a tokenizer for text alone. A chat template that is set later
+            is used from then on; other changes made to it after the first use have no effect.
         family: of the processor; None for :func:`family_of`.
     """
 
