@@ -228,7 +228,7 @@ class Planner:
             keys.setdefault(drop.reason, []).append(drop.key)
         for reason, names in keys.items():
             some = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-            lines.append(f"dropped   {reason}: {len(names):,} of {len(self.counts):,} ({some})")
+            lines.append(f"dropped    {reason}: {len(names):,} of {len(self.counts):,} ({some})")
         return lines
 
     def check(self, plan: PackPlan) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import re
+import time
 from collections import Counter
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from PIL import Image
 
 import packhorse
-from contract.processors import processor
+from contract.processors import build, processor
 from loader_samples import chat, delivered_rows, image, load, mixed_rows, texts
 from packhorse import ConfigError, Ledger, LoaderConfig, World
 from packhorse.chat import IGNORE_INDEX
@@ -280,6 +281,18 @@ def test_too_many_rows_that_cannot_be_counted_stop_the_run_at_once():
     assert len(delivered_rows(load(rows, max_bad_share=0.04))) == 96
 
 
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+def test_a_template_that_is_changed_after_counting_stops_the_loader(mode):
+    made = build("qwen2_vl")
+    loader = packhorse.load(texts(8), made, model="unchecked", mode=mode, pack_size=256, num_workers=0)
+    template = made.chat_template
+    made.chat_template = template.replace("assistant", "helper")
+    with pytest.raises(ConfigError, match="the chat template of Qwen2VLProcessor was changed after"):
+        iter(loader)
+    made.chat_template = str(template)
+    assert len(delivered_rows(loader)) == 8
+
+
 def test_more_rows_never_tolerate_fewer_bad_samples():
     from packhorse.loader.epoch_stats import exceeds_share
 
@@ -525,6 +538,20 @@ def test_media_can_be_cut_for_a_pipeline(mode, family):
                         compared[key] += 1
     assert min(compared.values()) > 2
     assert "pixel_values" in compared
+
+
+def test_the_time_to_build_a_batch_includes_its_pipeline_chunks(monkeypatch):
+    from packhorse.loader import build as builders
+    from packhorse.pp_media import prepare_vlm_media_for_pp
+
+    def prepare_slowly(*arguments):
+        time.sleep(0.3)
+        return prepare_vlm_media_for_pp(*arguments)
+
+    monkeypatch.setattr(builders, "prepare_vlm_media_for_pp", prepare_slowly)
+    rows = [row for row in mixed_rows(8) if "video" not in str(row)]
+    for batch in load(rows, mode="pad", batch_size=4, max_bad_share=None, pipeline_microbatches=2):
+        assert batch.info.seconds >= 0.3
 
 
 @pytest.mark.parametrize("number", [0, -1, True, 1.5, "2"])
