@@ -296,12 +296,12 @@ def test_a_template_that_is_changed_after_counting_stops_the_loader(mode):
 def test_more_rows_never_tolerate_fewer_bad_samples():
     from packhorse.loader.epoch_stats import exceeds_share
 
-    def tolerated(samples, share):
+    def count_tolerated(samples, share):
         return next(bad for bad in range(samples + 1) if exceeds_share(bad + 1, samples, share))
 
-    assert [tolerated(samples, 0.01) for samples in (99, 100, 399, 400, 1_000)] == [3, 3, 3, 4, 10]
+    assert [count_tolerated(samples, 0.01) for samples in (99, 100, 399, 400, 1_000)] == [3, 3, 3, 4, 10]
     for share in (0.0, 0.01, 0.05, 0.5):
-        limits = [tolerated(samples, share) for samples in range(4, 1_200)]
+        limits = [count_tolerated(samples, share) for samples in range(4, 1_200)]
         assert limits == sorted(limits)
         assert limits[0] == (3 if share else 0)
 
