@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, compress, pairwise, repeat, takewhile
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from packhorse.errors import BadSample, ConfigError, PackhorseError
 from packhorse.types import Stage
@@ -28,6 +28,8 @@ Render = Callable[[Turns], str]
 Span = tuple[int, int]
 Structure = tuple[tuple[str, tuple[str, ...] | None], ...]
 """The role of each turn and the types of its parts; None for a turn that is one string."""
+
+T = TypeVar("T")
 
 IGNORE_INDEX = -100
 """The label of a token that is not supervised. Written nowhere else."""
@@ -95,32 +97,46 @@ class TurnMarkers:
 
 
 class ChatProcessor:
-    """A processor with its tokenizer and chat template, which are looked up once.
+    """A processor with its tokenizer, which is looked up once, and its chat template.
 
     Args:
-        processor: of any kind, or a tokenizer. Changes made to it after the first use have no effect.
+        processor: of any kind, or a tokenizer. A chat template that is set later is used from then on; other
+            changes made to it after the first use have no effect.
     """
 
     def __init__(self, processor: Processor) -> None:
         self.processor: Any = processor
         self.frames: dict[Structure, list[str]] = {}  # filled by answer_spans
+        self._of_template: tuple[Any, dict[str, Any]] = None, {}
 
     @cached_property
     def tokenizer(self) -> Any:
         """See :func:`tokenizer_of`."""
         return tokenizer_of(self.processor)
 
-    @cached_property
+    @property
     def chat_template(self) -> str | None:
         """See :func:`chat_template`."""
         return chat_template(self.processor)
+
+    def _cache_for_template(self, name: str, make: Callable[[], T]) -> T:
+        """Return ``make()``, cached under ``name`` until the processor has another chat template."""
+        owners = (self.processor, self.tokenizer)
+        templates = [getattr(owner, "chat_template", None) for owner in owners]
+        if self._of_template[0] != templates:
+            self._of_template = templates, {}
+        cached = self._of_template[1]
+        if name not in cached:
+            cached[name] = make()
+        value: T = cached[name]
+        return value
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
         """See :func:`special_tokens`."""
         return special_tokens(self.tokenizer)
 
-    @cached_property
+    @property
     def turn_markers(self) -> TurnMarkers:
         r"""How the template opens and closes an assistant turn.
 
@@ -128,6 +144,9 @@ class ChatProcessor:
         answer in a rendered example. A space at the end of the opening belongs to the answer's first token
         and is not part of it. CannotAlign if no example has a user turn and an answer one after the other.
         """
+        return self._cache_for_template("turn_markers", self._find_turn_markers)
+
+    def _find_turn_markers(self) -> TurnMarkers:
         tokenizer, template, special = self.tokenizer, self.chat_template, self.special_tokens
         if template is not None and all(token in template and token in special for token in _CHATML):
             opening = token_ids(tokenizer(_CHATML_OPENING, add_special_tokens=False))
@@ -148,9 +167,12 @@ class ChatProcessor:
             text = between[encoded["offset_mapping"][same][0] :]
         return TurnMarkers(tuple(opening[same:]), stop, text, "" if stop is None else names[stop])
 
-    @cached_property
+    @property
     def takes_parts(self) -> bool:
         """Whether the template writes the text of a list of parts, and not the list."""
+        return self._cache_for_template("takes_parts", self._try_parts)
+
+    def _try_parts(self) -> bool:
         turn = {"role": "user", "content": [{"type": "text", "text": chr(PRIVATE_USE[0])}]}
         try:
             text = self.apply_chat_template([turn])

@@ -472,7 +472,7 @@ class BatchInfo:
         slots: all tokens of the batch.
         supervised: tokens with a label, after the shift.
         placeholder: whether a placeholder sample was added.
-        seconds: time to build the batch.
+        seconds: time to build the batch in its process: reading, encoding, collating, pipeline chunks.
         document_keys: for each row of the batch the key of each document; ``""`` for a placeholder.
         document_lengths: for each row the tokens of each document, after the shift.
         document_ids: [B, S], the number of each token's document in its row from 1, 0 for padding; None if

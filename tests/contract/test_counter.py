@@ -97,6 +97,30 @@ def test_every_case_is_counted_as_it_is_encoded(name, case, files):
     assert summary(result) == real(name, asked)
 
 
+@pytest.mark.parametrize("owner", ["processor", "tokenizer"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "llava_onevision", "smolvlm"])
+def test_a_template_that_is_set_later_is_used_for_counting_and_for_labels(name, owner, files):
+    made = build(name)
+    if owner == "tokenizer":
+        template, made = made.chat_template, copy.deepcopy(made.tokenizer)
+        made.chat_template = template
+    asked = parse_conversation({"conversation": conversation(name, "text", files)}, "row/7")
+    encoder = Encoder(made)
+    counter = TokenCounter(encoder)
+    before, settings = summary(counter.count(asked)), counter.settings()
+    encoder.label_sample(encoder.encode(asked), "row/7")
+    end = "<end_of_utterance>" if name == "smolvlm" else "<|im_end|>"
+    made.chat_template = made.chat_template.replace(end, "<|endoftext|>!")
+    after = summary(counter.count(asked))
+    assert after == real(name, asked, made)
+    assert after != before
+    assert counter.settings() != settings
+    labels = encoder.label_sample(encoder.encode(asked), "row/7").labels
+    assert labels is not None
+    supervised = labels[labels != IGNORE_INDEX].tolist()
+    assert (len(supervised), supervised[-1]) == (after[1], encoder.special_tokens["<|endoftext|>"])
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_media_tokens_are_counted_by_kind(name, files):
     kinds = sorted(FAMILIES[name].modalities)

@@ -304,6 +304,25 @@ def test_videos_of_different_length_in_one_sample_are_rejected(name, files):
         Encoder(processor(name)).encode(two)
 
 
+class _BrokenDecoder:
+    """An audio decoder, as datasets return it, for a file whose header cannot be used."""
+
+    def get_all_samples(self):
+        raise ZeroDivisionError("a sampling rate of 0")
+
+    def __repr__(self):
+        return "decoder of clip.ogg"
+
+
+def test_an_error_of_a_decoder_names_the_media_item_and_not_the_processor():
+    sample = question(("audio", _BrokenDecoder()))
+    with pytest.raises(BadSample, match=r"cannot be decoded .ZeroDivisionError: a sampling rate of 0") as bad:
+        Encoder(processor("qwen3_omni")).encode(sample)
+    assert (bad.value.reason, bad.value.stage) == ("broken_media", "media")
+    assert "_BrokenDecoder" in bad.value.detail
+    assert "processor" not in bad.value.detail
+
+
 def test_qwen3_omni_gives_each_video_its_own_time_per_patch(files):
     made = processor("qwen3_omni")
     two = question(("video", str(files["video.mp4"])), ("video", str(files["slow.mp4"])))

@@ -204,6 +204,13 @@ def test_a_dataset_configuration_builds_the_dataset(node: dict[str, Any], hub: d
     assert_trains(instantiate(local(node, hub)).build())
 
 
+@pytest.mark.parametrize("node", CONFIGS, ids=ids_of)
+def test_a_mistyped_attribute_of_a_configuration_raises(node: dict[str, Any], hub: dict[str, str]) -> None:
+    config = instantiate(local(node, hub))
+    with pytest.raises(AttributeError, match="max_sampels"):
+        config.max_sampels = 5
+
+
 def test_defaults_of_configurations_are_those_of_the_functions() -> None:
     import inspect
 

@@ -408,14 +408,14 @@ def test_a_share_of_bad_samples_is_tolerated_to_the_last_and_one_more_stops_the_
 
 
 def test_samples_found_bad_when_counted_count_too() -> None:
-    rows = texts(98) + [{"conversation": []}] * 2
-    assert len(delivered_rows(build_loader(rows, max_bad_share=0.02))) == 98
-    with pytest.raises(TooManyBad, match=r"2 of 100 samples cannot be used.*max_bad_share=1.00%"):
-        build_loader(rows, max_bad_share=0.01)
+    rows = texts(96) + [{"conversation": []}] * 4
+    assert len(delivered_rows(build_loader(rows, max_bad_share=0.04))) == 96
+    with pytest.raises(TooManyBad, match=r"4 of 100 samples cannot be used.*max_bad_share=3.00%"):
+        build_loader(rows, max_bad_share=0.03)
     data = failing(100, [3])
     data.rows = rows
     with pytest.raises(TooManyBad, match="By reason"):
-        delivered_rows(build_loader(data, max_bad_share=0.02))
+        delivered_rows(build_loader(data, max_bad_share=0.04))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

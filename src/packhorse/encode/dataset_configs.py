@@ -29,6 +29,7 @@ def _settings(config: Any) -> dict[str, Any]:
 class _RecipeConfig:
     """Settings of a recipe of :mod:`packhorse.formats.recipes`."""
 
+    __slots__ = ()
     recipe: ClassVar[Callable[..., Any]]
 
     def build(self) -> Dataset:
@@ -37,7 +38,7 @@ class _RecipeConfig:
         return dataset
 
 
-@dataclass
+@dataclass(slots=True)
 class RdrDatasetConfig(_RecipeConfig):
     """Settings of :func:`~packhorse.datasets.make_rdr_dataset`."""
 
@@ -46,7 +47,7 @@ class RdrDatasetConfig(_RecipeConfig):
     split: str = "train"
 
 
-@dataclass
+@dataclass(slots=True)
 class CordV2DatasetConfig(_RecipeConfig):
     """Settings of :func:`~packhorse.datasets.make_cord_v2_dataset`."""
 
@@ -56,7 +57,7 @@ class CordV2DatasetConfig(_RecipeConfig):
     limit_dataset_samples: int | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class MedPixDatasetConfig(_RecipeConfig):
     """Settings of :func:`~packhorse.datasets.make_medpix_dataset`."""
 
@@ -65,7 +66,7 @@ class MedPixDatasetConfig(_RecipeConfig):
     split: str = "train"
 
 
-@dataclass
+@dataclass(slots=True)
 class UnimmChatDatasetConfig(_RecipeConfig):
     """Settings of :func:`~packhorse.datasets.make_unimm_chat_dataset`."""
 
@@ -74,7 +75,7 @@ class UnimmChatDatasetConfig(_RecipeConfig):
     split: str = "train"
 
 
-@dataclass
+@dataclass(slots=True)
 class LlavaOnevisionDatasetConfig(_RecipeConfig):
     """Settings of :func:`~packhorse.datasets.make_llava_onevision_dataset`."""
 
@@ -84,7 +85,7 @@ class LlavaOnevisionDatasetConfig(_RecipeConfig):
     media_dir: str | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class ShopifyProductCatalogueDatasetConfig(_RecipeConfig):
     """Settings of :func:`~packhorse.datasets.make_shopify_product_catalogue_dataset`."""
 
@@ -94,7 +95,7 @@ class ShopifyProductCatalogueDatasetConfig(_RecipeConfig):
     limit_dataset_samples: int | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Tulu3MagicoderTextMixDatasetConfig(_RecipeConfig):
     """Settings of :func:`~packhorse.datasets.make_tulu3_magicoder_text_mix_dataset`."""
 

@@ -65,6 +65,7 @@ from packhorse.media import (
     load_media,
     placeholder_media,
 )
+from packhorse.media.failure import read_error
 from packhorse.types import (
     MEDIA_KINDS,
     Conversation,
@@ -278,15 +279,16 @@ class Family:
         """Decode the media of one conversation; BadSample if one cannot be loaded or audio is too short."""
         loaded = LoadedMedia([], [], [])
         for ref in refs:
-            if ref.kind == "image":
-                loaded.images.append(load_image(ref.source))
-            elif ref.kind == "video":
-                video: Any = load_media(ref, sampling=encoder.video_sampling)
-                loaded.videos.append(video)
-            else:
-                clip: Any = load_media(ref, sampling_rate=self.sampling_rate)
-                self.check_audio_length(ref, len(clip[0]))
-                loaded.audios.append(clip)
+            with _decoder_errors(ref):
+                if ref.kind == "image":
+                    loaded.images.append(load_image(ref.source))
+                elif ref.kind == "video":
+                    video: Any = load_media(ref, sampling=encoder.video_sampling)
+                    loaded.videos.append(video)
+                else:
+                    clip: Any = load_media(ref, sampling_rate=self.sampling_rate)
+                    self.check_audio_length(ref, len(clip[0]))
+                    loaded.audios.append(clip)
         return loaded
 
     def check_audio_length(self, ref: MediaRef, samples: Any) -> None:
@@ -381,6 +383,20 @@ class Family:
 
 
 @contextmanager
+def _decoder_errors(ref: MediaRef) -> Iterator[None]:
+    """Raise what a decoder raises for one media item as a :class:`BadSample` that names the item."""
+    try:
+        yield
+    except PackhorseError:
+        raise
+    except (*DATA_ERRORS, ArithmeticError) as error:
+        if not isinstance(error, ArithmeticError) and not is_data_error(error):
+            raise
+        detail = f"{describe(ref.source)}: cannot be decoded ({type(error).__name__}: {error})"
+        raise read_error(error, detail) from error
+
+
+@contextmanager
 def processor_errors(key: str) -> Iterator[None]:
     """Raise what a processor raises for one sample as a :class:`BadSample` with this key.
 
@@ -417,8 +433,8 @@ class Encoder(ChatProcessor):
     What it looks up in the processor is cached. Only the processor and the family are pickled.
 
     Args:
-        processor: the model's processor, or a tokenizer for text alone. Changes made to it after the first
-            use have no effect.
+        processor: the model's processor, or a tokenizer for text alone. A chat template that is set later
+            is used from then on; other changes made to it after the first use have no effect.
         family: of the processor; None for :func:`family_of`.
     """
 

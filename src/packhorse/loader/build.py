@@ -105,10 +105,10 @@ class BatchBuilder:
             encoded = [(index, sample) for index in pack if (sample := self._load(index)) is not None]
             rows += self.split_rows(encoded)
         rows, batch = self._collate_usable(rows, item.media_mask)
-        info = self._describe(item, self.in_order(rows), batch, time.perf_counter() - started)
         microbatches = self.config.pipeline_microbatches
         if microbatches is not None:
             batch = dict(prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), microbatches))
+        info = self._describe(item, self.in_order(rows), batch, time.perf_counter() - started)
         return Built(Batch(loss_inputs(batch), info))
 
     def _describe(

@@ -80,8 +80,8 @@ class LoaderConfig:
         alignment: pad each document to a multiple of this many tokens (2 x context-parallel size).
         on_overlong: drop and record samples that are longer than a pack, truncate them, or raise.
         on_bad: drop and record samples that fail, or raise.
-        max_bad_share: stop the run if a larger share of an epoch's samples is bad; None never stops. With
-            fewer than 100 rows, three bad samples are tolerated anyway (none with 0).
+        max_bad_share: stop the run if a larger share of an epoch's samples is bad, and more than three are;
+            0 stops at the first, None never.
         max_consecutive_bad: stop the run if more consecutive samples fail on a rank; None never stops.
         max_patches: maximum vision patches of a pack, to limit memory.
         max_media: maximum media items of a pack.

@@ -22,8 +22,7 @@ from packhorse.types import BatchInfo, Drop, World
 
 logger = getLogger("packhorse.loader")
 
-_MIN_SAMPLES = 100  # from here on the share of bad samples counts
-_TOLERATED = 3  # bad samples below that
+_TOLERATED = 3  # bad samples, whatever their share
 _LEDGER, _STEPS = ".jsonl", ".steps"
 _NO_COUNTS = "part of the epoch was before a restart: set ledger_dir to have it"
 _NO_STEPS = "part of the epoch was before a restart, and not all of its step files are in {}: see the warning"
@@ -51,9 +50,9 @@ class TooManyBad(PackhorseError):
 def exceeds_share(bad: int, samples: int, max_share: float | None) -> bool:
     """Whether more samples are bad than ``max_bad_share`` allows.
 
-    Below 100 samples three bad ones are tolerated anyway, unless ``max_share`` is 0.
+    Three bad samples are tolerated whatever their share, unless ``max_share`` is 0.
     """
-    if max_share is None or not samples or (samples < _MIN_SAMPLES and bad <= _TOLERATED and max_share):
+    if max_share is None or not samples or (bad <= _TOLERATED and max_share):
         return False
     return bad / samples > max_share  # divided, not multiplied: 29 of 100 are 0.29 to the bit
 

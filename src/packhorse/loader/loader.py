@@ -132,6 +132,7 @@ class Loader:
         self.dataset, self.processor, self.counts = opened.dataset, opened.processor, self._startup.counts
         self.model_name = opened.model.name
         self._samples, self._planner = self._startup.samples, self._startup.planner
+        self._template = self._samples.encoder.chat_template
         # Schedule all packs over all ranks; with shard_data each rank schedules its own.
         self._plan_world = World() if config.shard_data else self.world
         self._layout = BatchLayout(
@@ -232,7 +233,16 @@ class Loader:
     # Batches.
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterate over the batches of this epoch that were not delivered yet, or over the next epoch."""
+        """Iterate over the batches of this epoch that were not delivered yet, or over the next epoch.
+
+        Raises:
+            ConfigError: the processor has another chat template than the one that tokens were counted with.
+        """
+        if self._samples.encoder.chat_template != self._template:
+            raise ConfigError(
+                f"the chat template of {type(self.processor).__name__} was changed after its tokens were "
+                "counted: set it before packhorse.load, or load the data once more"
+            )
         if self._current.over:
             self._move_to(LoaderState(self.epoch + 1))
         self.metrics.pause()

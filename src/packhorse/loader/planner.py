@@ -226,7 +226,7 @@ class Planner:
             keys.setdefault(drop.reason, []).append(drop.key)
         for reason, names in keys.items():
             some = list_some(names, 5)
-            lines.append(f"dropped   {reason}: {len(names):,} of {len(self.counts):,} ({some})")
+            lines.append(f"dropped    {reason}: {len(names):,} of {len(self.counts):,} ({some})")
         return lines
 
     def check(self, plan: PackPlan) -> None:

@@ -32,6 +32,7 @@ _DECODE_ERRORS = (
     EOFError,
     LookupError,
     OverflowError,
+    RuntimeError,  # of the AVIF decoder
     struct.error,
     zlib.error,
 )

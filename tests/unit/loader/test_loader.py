@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import re
+import time
 from collections import Counter
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from PIL import Image
 
 import packhorse
-from contract.processors import processor
+from contract.processors import build, processor
 from loader_samples import chat, delivered_rows, image, load, mixed_rows, texts
 from packhorse import ConfigError, Ledger, LoaderConfig, World
 from packhorse.chat import IGNORE_INDEX
@@ -258,44 +259,70 @@ def test_a_bad_sample_can_stop_the_run():
 
 
 def test_too_many_bad_samples_stop_the_run_with_the_reasons():
-    rows = Breaking(texts(100), {5, 50, 70})
-    loader = load(rows, max_bad_share=0.02)
+    rows = Breaking(texts(100), {5, 50, 70, 80, 90})
+    loader = load(rows, max_bad_share=0.04)
     rows.counted = True
-    with pytest.raises(TooManyBad, match=r"sample_failed 3.*cannot be read"):
+    with pytest.raises(TooManyBad, match=r"sample_failed 5.*cannot be read"):
         delivered_rows(loader)
-    rows.bad = {5, 50}
-    loader = load(rows, max_bad_share=0.02)
-    assert len(delivered_rows(loader)) == 98
+    rows.bad = {5, 50, 70, 80}
+    loader = load(rows, max_bad_share=0.04)
+    assert len(delivered_rows(loader)) == 96
 
 
 def test_too_many_rows_that_cannot_be_counted_stop_the_run_at_once():
     rows = texts(100)
-    for index in (4, 5):
+    for index in range(4, 8):
         rows[index] = chat("look", "so", {"type": "image", "image": "no/such.png"})
-    with pytest.raises(TooManyBad, match=r"2 of 100 samples .*missing_media") as caught:
+    with pytest.raises(TooManyBad, match=r"4 of 100 samples .*missing_media") as caught:
         load(rows)
     error = caught.value
-    assert (error.setting, error.bad, error.samples) == ("max_bad_share", 2, 100)
-    assert error.reasons == {"missing_media": 2}
-    assert len(delivered_rows(load(rows, max_bad_share=0.02))) == 98
+    assert (error.setting, error.bad, error.samples) == ("max_bad_share", 4, 100)
+    assert error.reasons == {"missing_media": 4}
+    assert len(delivered_rows(load(rows, max_bad_share=0.04))) == 96
+
+
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+def test_a_template_that_is_changed_after_counting_stops_the_loader(mode):
+    made = build("qwen2_vl")
+    loader = packhorse.load(texts(8), made, model="unchecked", mode=mode, pack_size=256, num_workers=0)
+    template = made.chat_template
+    made.chat_template = template.replace("assistant", "helper")
+    with pytest.raises(ConfigError, match="the chat template of Qwen2VLProcessor was changed after"):
+        iter(loader)
+    made.chat_template = str(template)
+    assert len(delivered_rows(loader)) == 8
+
+
+def test_more_rows_never_tolerate_fewer_bad_samples():
+    from packhorse.loader.epoch_stats import exceeds_share
+
+    def count_tolerated(samples, share):
+        return next(bad for bad in range(samples + 1) if exceeds_share(bad + 1, samples, share))
+
+    assert [count_tolerated(samples, 0.01) for samples in (99, 100, 399, 400, 1_000)] == [3, 3, 3, 4, 10]
+    for share in (0.0, 0.01, 0.05, 0.5):
+        limits = [count_tolerated(samples, share) for samples in range(4, 1_200)]
+        assert limits == sorted(limits)
+        assert limits[0] == (3 if share else 0)
 
 
 @pytest.mark.parametrize("counted", [False, True])
-def test_below_100_rows_three_bad_samples_are_tolerated(counted):
-    rows = Breaking(texts(99), {5, 50, 70})
+@pytest.mark.parametrize("number", [99, 100])
+def test_three_bad_samples_are_tolerated_whatever_their_share(number, counted):
+    rows = Breaking(texts(number), {5, 50, 70})
     loader = load(rows) if not counted else None
     rows.counted = True
     loader = load(rows) if counted else loader
-    assert len(delivered_rows(loader)) == 96
+    assert len(delivered_rows(loader)) == number - 3
     rows.counted, rows.bad = False, {5, 50, 70, 80}
     loader = load(rows)
     rows.counted = True
-    with pytest.raises(TooManyBad, match=r"4 of 99 samples.*max_bad_share=1.00%"):
+    with pytest.raises(TooManyBad, match=rf"4 of {number} samples.*max_bad_share=1.00%"):
         delivered_rows(loader)
     rows.counted = False
     loader = load(rows, max_bad_share=0.0)
     rows.counted = True
-    with pytest.raises(TooManyBad, match=r"1 of 99 samples"):
+    with pytest.raises(TooManyBad, match=f"1 of {number} samples"):
         delivered_rows(loader)
 
 
@@ -511,6 +538,20 @@ def test_media_can_be_cut_for_a_pipeline(mode, family):
                         compared[key] += 1
     assert min(compared.values()) > 2
     assert "pixel_values" in compared
+
+
+def test_the_time_to_build_a_batch_includes_its_pipeline_chunks(monkeypatch):
+    from packhorse.loader import build as builders
+    from packhorse.pp_media import prepare_vlm_media_for_pp
+
+    def prepare_slowly(*arguments):
+        time.sleep(0.3)
+        return prepare_vlm_media_for_pp(*arguments)
+
+    monkeypatch.setattr(builders, "prepare_vlm_media_for_pp", prepare_slowly)
+    rows = [row for row in mixed_rows(8) if "video" not in str(row)]
+    for batch in load(rows, mode="pad", batch_size=4, max_bad_share=None, pipeline_microbatches=2):
+        assert batch.info.seconds >= 0.3
 
 
 @pytest.mark.parametrize("number", [0, -1, True, 1.5, "2"])

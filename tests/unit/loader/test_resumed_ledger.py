@@ -217,7 +217,8 @@ def test_too_many_bad_is_raised_once_and_names_only_what_is_bad(meta: Path, rank
 def test_the_description_names_rows_by_their_keys(meta: Path) -> None:
     for rank in range(2):
         text = open_loader(meta, rank, 2).describe()
-        assert "dropped   too_long: 1 of 40 (photos/20)" in text
-        assert "dropped   malformed_row: 1 of 40 (photos/30)" in text
+        assert "\ndropped    too_long: 1 of 40 (photos/20)\n" in text
+        assert "\ndropped    malformed_row: 1 of 40 (photos/30)\n" in text
+        assert "\nfill       " in text
         assert "(samples" not in text
         assert "38 packed, 1 bad, 1 dropped" in text

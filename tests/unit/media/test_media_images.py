@@ -133,6 +133,20 @@ def test_a_truncated_file_is_broken_and_still_has_its_size(tmp_path: Path, form:
         assert image_size(path) == (90, 120)
 
 
+@pytest.mark.parametrize(
+    ("box", "message"), [(b"iloc", "the image header cannot be read"), (b"mdat", "cannot be decoded")]
+)
+def test_a_damaged_avif_file_is_broken(tmp_path: Path, box: bytes, message: str) -> None:
+    data = encode(plain(), "AVIF")
+    start = data.index(box) + 4
+    size = 20 if box == b"iloc" else len(data) - start
+    path = tmp_path / "damaged.avif"
+    path.write_bytes(data[:start] + bytes(size) + data[start + size :])
+    error = bad_sample(path)
+    assert error.reason == "broken_media"
+    assert f"damaged.avif: {message} (Failed to decode" in str(error)
+
+
 def test_a_damaged_lazily_opened_image_is_found_too() -> None:
     data = encode(plain(), "PNG")
     assert bad_sample(Image.open(io.BytesIO(data[:-800]))).reason == "broken_media"
