@@ -106,7 +106,6 @@ class ChatProcessor:
 
     def __init__(self, processor: Processor) -> None:
         self.processor: Any = processor
-        self.frames: dict[Structure, list[str]] = {}  # filled by answer_spans
         self._of_template: tuple[Any, dict[str, Any]] = None, {}
 
     @cached_property
@@ -145,6 +144,11 @@ class ChatProcessor:
         and is not part of it. CannotAlign if no example has a user turn and an answer one after the other.
         """
         return self._cache_for_template("turn_markers", self._find_turn_markers)
+
+    @property
+    def frames(self) -> dict[Structure, list[str]]:
+        """What the template writes around the texts of conversations; filled by :func:`answer_spans`."""
+        return self._cache_for_template("frames", dict)
 
     def _find_turn_markers(self) -> TurnMarkers:
         tokenizer, template, special = self.tokenizer, self.chat_template, self.special_tokens
@@ -503,19 +507,18 @@ def _spans_by_structure(chat: ChatProcessor, turns: Turns, text: str) -> list[Sp
         structure.append((role, None if is_text else tuple([part["type"] for part in content or ()])))
         texts += own
         answers += [role == "assistant"] * len(own)
-    key = tuple(structure)
-    if key not in chat.frames:
-        if len(chat.frames) >= _MAX_FRAMES:
-            chat.frames.clear()
+    frames, key = chat.frames, tuple(structure)
+    if key not in frames:
+        if len(frames) >= _MAX_FRAMES:
+            frames.clear()
         try:
-            chat.frames[key], _ = _render_frame(chat.render, turns, chr(PRIVATE_USE[0]))
+            frames[key], _ = _render_frame(chat.render, turns, chr(PRIVATE_USE[0]))
         except CannotAlign:
-            chat.frames[key] = []
-    frame = chat.frames[key]
-    if not frame:
+            frames[key] = []
+    if not frames[key]:
         return None
     try:
-        return list(compress(_fit_frame(text, frame, texts, ""), answers))
+        return list(compress(_fit_frame(text, frames[key], texts, ""), answers))
     except CannotAlign:
         return None
 
