@@ -34,7 +34,7 @@ logger = getLogger("packhorse.families.models")
 UNCHECKED = "unchecked"
 """``model="unchecked"``: pack without a model, at the user's own risk."""
 
-_FAMILIES = """
+_FAMILY_MODEL_TYPES = """
 gemma3 gemma3_text gemma4 gemma4_text internvl kimi_k25 llava_onevision phi4_multimodal qwen2_5_vl
 qwen2_5_vl_text qwen2_vl qwen2_vl_text qwen3_omni_moe_text qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe
 qwen3_vl_moe_text qwen3_vl_text smolvlm
@@ -45,7 +45,7 @@ glm4_moe gpt2 gpt_neox gpt_oss granite granitemoe granitemoeshared helium llama 
 ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe
 seed_oss smollm3 stablelm starcoder2
 """
-PACKABLE = frozenset((_FAMILIES + _DECODERS).split())
+PACKABLE = frozenset((_FAMILY_MODEL_TYPES + _DECODERS).split())
 """Model types whose packed rows are tested to give what their samples give alone.
 
 A model is accepted if its own type and that of its decoder are both among them. A type is added with its

@@ -45,7 +45,7 @@ _THREADS = 8
 _BLOCK = 1 << 14
 _META_KEYS = ("file_name", "columns", "tags", "media_dir", "sample_ratio", "strict", "confine")
 _DATA_SUFFIXES = (".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst")
-_CONVERSATIONS = ("messages", "conversations", "conversation")
+_FIELDS_OF_ROWS = ("messages", "conversations", "conversation")
 
 
 # --- meta files ----------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def _parse_meta(path: str) -> dict[str, Any]:
         if isinstance(meta, list) and meta:
             raise _data_file(path)
         raise ConfigError(f"{path}: expected an object of datasets, found a {type(meta).__name__}")
-    if any(isinstance(meta.get(name), list) for name in _CONVERSATIONS):
+    if any(isinstance(meta.get(name), list) for name in _FIELDS_OF_ROWS):
         raise _data_file(path)
     return meta
 
