@@ -87,7 +87,7 @@ def run_kill_rounds(home: Path, kinds: list[str], rounds: int, seed: int) -> Non
     fact("killed: processes at work hit by SIGKILL", sum(tally.kills for tally in everything))
     promise_zero("killed: samples lost", sum(tally.lost for tally in everything))
     promise_zero("killed: duplicate samples", sum(tally.duplicates for tally in everything))
-    promise_zero("killed: incomplete or different files", sum(tally.half for tally in everything))
+    promise_zero("killed: incomplete or different files", sum(tally.partial for tally in everything))
     promise_zero("killed: processes left running", sum(tally.left for tally in everything))
 
 
