@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "an image has one token more",
         "chat.py",
-        "repeats[position] = length",
-        "repeats[position] = length + 1",
+        "written += [row[start]] * length",
+        "written += [row[start]] * (length + 1)",
         ("tests/unit/test_chat_runs.py", "tests/contract/test_family.py"),
     ),
     Mutant(

@@ -133,6 +133,30 @@ def test_generation_marks_end_with_the_stop_token_wherever_they_are_set(end: str
     assert supervised_text(marked, label(marked, turns)) == [answer + "<|im_end|>"]
 
 
+def test_generation_marks_are_enough_for_a_template_that_rejects_other_conversations() -> None:
+    wants_system = (
+        "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    )
+    template = (
+        wants_system + "{% for m in messages %}{{ '[' + m['role'] + ']' }}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] }}{% endgeneration %}"
+        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    roles = (("system", "Be brief."), ("user", "Who?"), ("assistant", "A cat."))
+    turns = [{"role": role, "content": text} for role, text in roles]
+    made = ChatStub(template)
+    assert supervised_text(made, label(made, turns)) == ["A cat."]
+
+
+def test_parts_without_a_type_are_rendered_as_the_template_does() -> None:
+    by_key = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% for p in m['content'] %}"
+        "{% if 'text' in p %}{{ p['text'] }}{% endif %}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    turns = [{"role": "user", "content": [{"text": "Who?"}]}, *turns_of(("assistant", "A cat."))]
+    assert supervised_text(ChatStub(by_key), label(ChatStub(by_key), turns)) == ["A cat.<|im_end|>"]
+
+
 def test_generation_marks_decide_which_turns_are_supervised() -> None:
     only_last = MARKED.replace("message['role'] == 'assistant'", "loop.last")
     assert only_last != MARKED
@@ -477,7 +501,7 @@ CONTENTS = st.one_of(
 @pytest.mark.parametrize("name", [*sorted(TEMPLATES), "thinking", "shouting"])
 @settings(max_examples=40, deadline=None)
 @given(rows=st.lists(st.lists(st.tuples(ROLES, CONTENTS), min_size=1, max_size=4), min_size=1, max_size=3))
-def test_spans_by_the_frame_of_a_structure_are_those_by_the_frame_of_the_row(name: str, rows: Any) -> None:
+def test_spans_by_the_cached_template_text_are_those_of_rendering_the_row_again(name: str, rows: Any) -> None:
     """Passing ``render`` renders every row with its own sentinels."""
     changing = {"thinking": THINKING, "shouting": SHOUTING}
     made = ChatStub({**TEMPLATES, **changing}[name], name="qwen2_vl" if name in changing else name)

@@ -406,6 +406,10 @@ def processor_errors(key: str) -> Iterator[None]:
         yield
     except (ConfigError, MissingDependency) as error:
         raise_with_name(error, key)
+    except BadSample as error:
+        if error.key:
+            raise
+        raise error.with_key(key) from error  # errors of media have no key
     except PackhorseError:
         raise
     except PROCESSOR_ERRORS as error:
@@ -759,8 +763,7 @@ class Encoder(ChatProcessor):
                 what = f"the processor returned no tensor for its {items} {kind}(s)"
                 raise family.bad(what, conversation)
         if family.exact:
-            ids = encoded.tokens["input_ids"]
-            actual = sum(int((ids == token).sum()) for token in self.media_token_ids)
+            actual = sum(map(encoded.tokens["input_ids"].tolist().count, self.media_token_ids))
             needed = sum(self.media_tokens(kind, size, counts["image"]) for kind, size in encoded.sizes)
             if actual != needed:
                 raise family.bad(f"{actual} media tokens where its media need {needed}", conversation)

@@ -139,10 +139,9 @@ def _layout_of(
 
 def _in_form(encoder: Encoder, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Turns of text alone become plain strings for a template that would print a list of parts."""
-    return [
-        dict(turn) if encoder.takes_parts else {**turn, "content": _as_text(turn["content"])}
-        for turn in turns
-    ]
+    if encoder.takes_parts:
+        return [dict(turn) for turn in turns]
+    return [{**turn, "content": _as_text(turn["content"])} for turn in turns]
 
 
 def _as_text(content: Any) -> Any:
