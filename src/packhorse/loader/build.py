@@ -145,7 +145,7 @@ class BatchBuilder:
         """Return a sample as :meth:`prepare` makes it; None if it cannot be used, which is recorded."""
         with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
             sample = self.samples.load_sample(index)
-            # Now, not when they are joined: the next sample then reuses the memory of these float32 pixels. The
+            # Not later, when they are joined: the next sample reuses the memory of these float32 pixels. The
             # promise of benchmarks/feed.py needs it: on a busy machine 0.84 of the bare processor, else 0.65.
             sample = replace(sample, media=cast_pixels(sample.media, self.pixel_dtype))
             return self.prepare(sample)
