@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from packhorse.chat import IGNORE_INDEX, shift_tokens
-from packhorse.collate.packer import are_pixels, media_keys
+from packhorse.collate.packer import media_keys
 from packhorse.collate.processor_call import logger
 from packhorse.encode.robust import Batch
 from packhorse.errors import BadSample, ConfigError
@@ -39,15 +39,6 @@ def add_counts(batch: Mapping[str, Any], items: Sequence[Mapping[MediaKind, int]
         numbers = [row.get(kind, 0) for row in items]
         if any(numbers):
             result[f"n_{kind}s_per_sample"] = torch.tensor(numbers)
-    return result
-
-
-def cast_pixels(batch: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """Cast the pixels of a batch to ``dtype``; masks, grids and audio stay, and everything with None."""
-    result = dict(batch)
-    for key, value in batch.items():
-        if dtype is not None and isinstance(value, torch.Tensor) and are_pixels(key, value.dtype):
-            result[key] = value.to(dtype)
     return result
 
 

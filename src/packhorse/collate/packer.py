@@ -199,6 +199,15 @@ def are_pixels(key: str, dtype: torch.dtype) -> bool:
     return "pixel_values" in key and dtype.is_floating_point
 
 
+def cast_pixels(batch: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """Cast pixels to ``dtype``; masks, grids and audio stay, and with None everything."""
+    result = dict(batch)
+    for key, value in batch.items():
+        if dtype is not None and isinstance(value, torch.Tensor) and are_pixels(key, value.dtype):
+            result[key] = value.to(dtype)
+    return result
+
+
 def _check_ragged(key: str, parts: Sequence[torch.Tensor], family: Family | None) -> None:
     axes = {part.dim() for part in parts}
     if len(axes) == 1 and (key in _RAGGED if family is None else layout_of(key, family).ragged):

@@ -11,8 +11,16 @@ from typing import Any
 import torch
 
 from packhorse.chat import Processor, pad_token_id
-from packhorse.collate.finish import add_counts, cast_pixels, check_present, keys_of, row_order, shift_batch
-from packhorse.collate.packer import all_media_keys, check_tokens, join, layout_of, stack_tokens, to_sample
+from packhorse.collate.finish import add_counts, check_present, keys_of, row_order, shift_batch
+from packhorse.collate.packer import (
+    all_media_keys,
+    cast_pixels,
+    check_tokens,
+    join,
+    layout_of,
+    stack_tokens,
+    to_sample,
+)
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Family, family_of
 from packhorse.pp_media import MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY

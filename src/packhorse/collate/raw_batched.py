@@ -20,8 +20,8 @@ from packhorse.chat import (
     template_errors,
     token_keys,
 )
-from packhorse.collate.finish import add_counts, cast_pixels, records_of, row_order, sample_key, shift_batch
-from packhorse.collate.packer import media_keys, stack_tokens
+from packhorse.collate.finish import add_counts, records_of, row_order, sample_key, shift_batch
+from packhorse.collate.packer import cast_pixels, media_keys, stack_tokens
 from packhorse.collate.processor_call import call, can_encode, logger, padding_side, plain_turns, render
 from packhorse.collate.raw_examples import (
     Batch,

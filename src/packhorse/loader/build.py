@@ -17,9 +17,8 @@ from logging import getLogger
 from typing import Any, NamedTuple
 
 from packhorse.chat import IGNORE_INDEX, pad_token_id
-from packhorse.collate.finish import cast_pixels
 from packhorse.collate.packed import collate_packs, loss_inputs
-from packhorse.collate.packer import Packer
+from packhorse.collate.packer import Packer, cast_pixels
 from packhorse.collate.padded import collate_samples, order_rows
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, data_errors
