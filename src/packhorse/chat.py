@@ -783,3 +783,16 @@ def _anchors(text: Sequence[int], body: Sequence[int], special: frozenset[int]) 
             return [in_text, in_body[: len(in_text)]]
         # A token of the text that is missing from the ids was expanded; else the other one was inserted.
         kinds.discard(wrong[0] if wrong[0] not in present else wrong[1])
+
+
+def content_text(content: Any, write_media: Callable[[Mapping[str, Any]], str] = lambda part: "") -> str:
+    """Return the text of a turn's content: a string, or its text parts joined; empty without any.
+
+    ``write_media`` returns what is written for a part of another type.
+    """
+    if isinstance(content, str):
+        return content
+    items = content if isinstance(content, list | tuple) else ()
+    parts = (item for item in items if isinstance(item, Mapping))
+    texts = (part.get("text") if part.get("type") == "text" else write_media(part) for part in parts)
+    return "".join(text for text in texts if isinstance(text, str))

@@ -5,9 +5,9 @@ tensor is in the batch as ``shift_labels``, so that models of transformers do no
 (``docs/collate.md``).
 """
 
+from packhorse.collate.finish import logger
 from packhorse.collate.packed import loss_inputs, model_inputs, neat_packed_vlm_collater
 from packhorse.collate.padded import pad_collate_fn
-from packhorse.collate.processor_call import logger
 from packhorse.collate.raw_default import default_collate_fn, llava_onevision_collate_fn, qwen2_5_collate_fn
 from packhorse.collate.raw_families import (
     _GEMMA4_MODEL_TURN,

@@ -1,4 +1,4 @@
-"""Substitutes for two processors that come with their model's own code and are not part of transformers.
+"""Substitutes for processors that come with their model's own code and are not part of transformers.
 
 They follow the documented call contract (arguments, keys, shapes, what a placeholder becomes) and nothing
 else: no config, no saving. Pixels are prepared with torch alone.
@@ -58,10 +58,8 @@ class KimiVLImageProcessor:
         return {"pixel_values": torch.cat(patches), "image_grid_hws": torch.tensor(grids)}
 
 
-class KimiVLProcessor:
-    """``<|media_pad|>`` stands for one image in the text and for one token of it in the ids."""
-
-    image_token = "<|media_pad|>"
+class _KimiProcessor:
+    """What the processors of Kimi models share."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_template: str) -> None:
         self.tokenizer = tokenizer
@@ -75,6 +73,16 @@ class KimiVLProcessor:
         return self.tokenizer.apply_chat_template(
             conversation, chat_template=chat_template or self.chat_template, tokenize=tokenize, **options
         )
+
+    def decode(self, *args: Any, **options: Any) -> str:
+        """The tokenizer's own."""
+        return self.tokenizer.decode(*args, **options)
+
+
+class KimiVLProcessor(_KimiProcessor):
+    """``<|media_pad|>`` stands for one image in the text and for one token of it in the ids."""
+
+    image_token = "<|media_pad|>"
 
     def __call__(
         self, images: Any = None, text: str | Sequence[str] | None = None, **options: Any
@@ -97,9 +105,31 @@ class KimiVLProcessor:
         first, *rest = text.split(self.image_token)
         return first + "".join(self.image_token * counts.pop(0) + piece for piece in rest)
 
-    def decode(self, *args: Any, **options: Any) -> str:
-        """The tokenizer's own."""
-        return self.tokenizer.decode(*args, **options)
+
+class KimiK25Processor(_KimiProcessor):
+    """One text with its ``medias``, or whole messages; the ids keep one ``<|media_pad|>`` for each image."""
+
+    def __call__(
+        self,
+        messages: Any = None,
+        medias: Sequence[dict[str, Any]] | None = None,
+        text: str | None = None,
+        return_tensors: str = "pt",
+        **options: Any,
+    ) -> BatchFeature:
+        if messages is None and (medias is None or text is None):
+            raise ValueError("Provide either 'messages' or both 'medias' and 'text'")
+        if messages is not None or medias is None or not isinstance(text, str):
+            raise NotImplementedError("this substitute takes one text and its medias")
+        images = self.image_processor([media["image"] for media in medias if media["type"] == "image"])
+        grids = images["image_grid_hws"]
+        return BatchFeature(
+            {
+                **self.tokenizer(text, return_tensors=return_tensors),
+                "pixel_values": images["pixel_values"],
+                "grid_thws": torch.cat([torch.ones_like(grids[:, :1]), grids], 1),
+            }
+        )
 
 
 class NemotronParseProcessor:

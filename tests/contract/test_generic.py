@@ -6,15 +6,20 @@ import pickle
 import pytest
 import torch
 
-from contract.chat_templates import chatml
-from contract.processors import build, processor
+from contract.chat_templates import TEMPLATES, chatml
+from contract.processors import processor
+from contract.remote_processors import KimiK25Processor
 from contract.samples import make_image, turns
 from contract.tiny_tokenizers import tokenizer
 from packhorse.chat import IGNORE_INDEX
+from packhorse.collate_fns import kimi_k25_vl_collate_fn, pad_collate_fn
+from packhorse.count.token_counter import TokenCounter
+from packhorse.datasets import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Encoder, Generic, family_of
 from packhorse.families.kimi_k25 import KimiK25Remote
 from packhorse.formats.conversation import parse_conversation
+from packhorse.ledger import Ledger
 from packhorse.types import TensorLayout
 
 TEXTS_ONLY = (
@@ -226,38 +231,69 @@ def test_a_wrapper_with_another_tokenizer_is_not_seen_through():
     assert isinstance(family_of(made), Generic)
 
 
-class KimiK25Processor:
-    """A substitute for the processor of the Kimi K2.5 repository: one placeholder per image, and grids."""
-
-    def __init__(self, grids):
-        inner = build("kimi_k25")
-        self.tokenizer, self.image_processor = inner.tokenizer, object()
-        self.apply_chat_template, self.grids = inner.apply_chat_template, torch.tensor(grids)
-
-    def __call__(self, text, images=None, add_special_tokens=True, return_tensors=None):
-        made = self.tokenizer(text, add_special_tokens=add_special_tokens, return_tensors=return_tensors)
-        if not images:
-            return made
-        patches = int(self.grids.prod(1).sum())
-        return {**made, "pixel_values": torch.zeros(patches, 3, 14, 14), "grid_thws": self.grids}
+def kimi_k25():
+    return KimiK25Processor(tokenizer("kimi_k25"), TEMPLATES["kimi_k25"])
 
 
 def test_kimi_k25s_own_processor_has_its_placeholders_expanded():
-    made = KimiK25Processor([[1, 4, 6], [1, 2, 2]])
-    encoder = Encoder(made)
+    encoder = Encoder(kimi_k25())
     assert isinstance(encoder.family, KimiK25Remote)
-    encoded = encoder.encode(question(*IMAGES))
+    images = make_image(70, 50), make_image(10, 20)  # 4 x 6 and 2 x 2 patches
+    encoded = encoder.encode(question(*images))
     (pad,) = encoder.media_token_ids
     ids = encoded.tokens["input_ids"]
     assert (ids == pad).sum() == 6 + 1
     assert encoded.tokens["attention_mask"].shape == ids.shape
     assert encoder.rows(encoded, "pixel_values") == [24, 4]
-    assert supervised_text(encoder, question(*IMAGES)) == "A cat.<|im_end|>"
+    assert supervised_text(encoder, question(*images)) == "A cat.<|im_end|>"
+    assert encoder.media_tokens("image", (50, 70)) == 6
+
+
+def test_text_alone_is_encoded_though_kimi_k25s_own_processor_rejects_it():
+    encoder = Encoder(kimi_k25())
+    with pytest.raises(ValueError, match="both 'medias' and 'text'"):
+        encoder.processor(text="What is it?")
     assert supervised_text(encoder, question()) == "A cat.<|im_end|>"
-    assert Encoder(KimiK25Processor([[1, 4, 6]])).media_tokens("image", (10, 10)) == 6
+
+
+def test_every_row_is_encoded_and_counted_with_kimi_k25s_own_processor():
+    rows = [{"conversation": turns("image")}, {"conversation": turns()}]
+    rows[0]["conversation"][0]["content"][0]["image"] = make_image(70, 50)
+    made, ledger = kimi_k25(), Ledger()
+    dataset = PreTokenizedDatasetWrapper(rows, made, on_bad="raise", inject_fake_images=False, ledger=ledger)
+    counter = TokenCounter(Encoder(made))
+    for index, row in enumerate(rows):
+        counted = counter.count(parse_conversation(row, str(index)))
+        assert counted.count.total == len(dataset[index]["input_ids"])
+    assert dataset[0]["grid_thws"].tolist() == [[1, 4, 6]]
+    assert not list(ledger)
+    batch, samples = kimi_k25_vl_collate_fn(rows, made), [dataset[0], dataset[1]]
+    padded = pad_collate_fn(samples, made, pixel_dtype=None)
+    for key in ("input_ids", "attention_mask", "labels", "pixel_values", "grid_thws"):
+        assert torch.equal(batch[key], padded[key]), key
+
+
+def test_all_tensors_of_tokens_are_expanded_and_a_missing_mask_is_added():
+    class Other(KimiK25Processor):
+        def __call__(self, **options):
+            output = super().__call__(**options)
+            del output["attention_mask"]
+            return {**output, "token_type_ids": torch.arange(output["input_ids"].shape[1])[None]}
+
+    encoder = Encoder(Other(tokenizer("kimi_k25"), TEMPLATES["kimi_k25"]), KimiK25Remote())
+    tokens = encoder.encode(question(make_image(70, 50))).tokens
+    (pad,) = encoder.media_token_ids
+    assert tokens["attention_mask"].tolist() == [1] * len(tokens["input_ids"])
+    types = tokens["token_type_ids"][tokens["input_ids"] == pad].tolist()
+    assert len(types) == 6
+    assert len(set(types)) == 1
 
 
 def test_kimi_k25s_own_processor_with_other_placeholders_stops_the_run():
-    made = KimiK25Processor([[1, 4, 6]])
-    with pytest.raises(ConfigError, match="2 placeholders in the ids for 1 images"):
-        Encoder(made).encode(question(*IMAGES))
+    class Forgetful(KimiK25Processor):
+        def __call__(self, *, medias, **options):
+            return super().__call__(medias=medias[:1], **options)
+
+    encoder = Encoder(Forgetful(tokenizer("kimi_k25"), TEMPLATES["kimi_k25"]), KimiK25Remote())
+    with pytest.raises(ConfigError, match=r"2 placeholders \(id \d+\) in the ids for 1 images"):
+        encoder.encode(question(make_image(70, 50), make_image(10, 20)))

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from logging import getLogger
 from typing import Any
 
 import torch
 
 from packhorse.chat import IGNORE_INDEX, shift_tokens
 from packhorse.collate.packer import media_keys
-from packhorse.collate.processor_call import logger
-from packhorse.encode.robust import Batch
+from packhorse.encode.robust import SampleBatch
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Family
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.types import MEDIA_KINDS, Action, Drop, MediaKind, Reason
+
+logger = getLogger("packhorse.collate_fns")
 
 
 def row_order(fakes: Sequence[bool], images: Sequence[int], family: Family) -> list[int]:
@@ -94,12 +96,12 @@ def check_present(examples: Sequence[Any]) -> None:
 
 def records_of(examples: Sequence[Any]) -> Records:
     """Return where the losses of these examples are recorded."""
-    return Records(examples.ledger, examples.epoch) if isinstance(examples, Batch) else Records()
+    return Records(examples.ledger, examples.epoch) if isinstance(examples, SampleBatch) else Records()
 
 
 def keys_of(examples: Sequence[Any]) -> Sequence[str]:
     """Return the keys of the examples, empty if unknown."""
-    return examples.keys if isinstance(examples, Batch) else [""] * len(examples)
+    return examples.keys if isinstance(examples, SampleBatch) else [""] * len(examples)
 
 
 @contextmanager

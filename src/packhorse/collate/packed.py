@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from packhorse.collate.finish import add_counts, add_shift_labels, check_present
+from packhorse.collate.finish import add_counts, add_shift_labels, check_present, logger
 from packhorse.collate.masks import (
     Segments,
     additive,
@@ -23,7 +23,6 @@ from packhorse.collate.masks import (
     positions_separate,
 )
 from packhorse.collate.packer import all_media_keys, are_pixels, join, layout_of, stack_tokens, to_pack
-from packhorse.collate.processor_call import logger
 from packhorse.errors import ConfigError
 from packhorse.families import Family
 from packhorse.families.models import check_packable, check_router_loss, is_at_least, unwrap

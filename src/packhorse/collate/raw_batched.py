@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from logging import getLogger
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +23,7 @@ from packhorse.chat import (
 )
 from packhorse.collate.finish import add_counts, records_of, row_order, sample_key, shift_batch
 from packhorse.collate.packer import cast_pixels, media_keys, stack_tokens
-from packhorse.collate.processor_call import call, can_encode, logger, padding_side, plain_turns, render
 from packhorse.collate.raw_examples import (
-    Batch,
     Example,
     MediaFit,
     keep_fitting_media,
@@ -33,12 +32,14 @@ from packhorse.collate.raw_examples import (
 )
 from packhorse.collate.raw_labels import make_labels, media_ids
 from packhorse.collate.raw_media import drop_overlong, token_length
-from packhorse.encode.tokenized import run_hook
+from packhorse.encode.tokenized import Hook, run_hook
 from packhorse.families import Encoder, LoadedMedia
+from packhorse.families.processor_call import call, can_encode, padding_side, plain_turns, render
 from packhorse.media import load_image
 from packhorse.types import MediaRef
 
-Hook = Callable[[Batch, Any], Mapping[str, Any]]
+logger = getLogger("packhorse.collate_fns")
+
 CallProcessor = Callable[[Sequence[Example], Encoder], Mapping[str, Any]]
 
 
@@ -53,7 +54,7 @@ def collate_batched(
     pixel_dtype: torch.dtype | None = None,
     place_audio: bool = True,
     media_tokens: frozenset[int] | None = None,
-) -> Batch:
+) -> dict[str, Any]:
     """Encode all examples in one call, label the answers, cut or drop what is longer than ``max_length``.
 
     ``call_processor`` returns the padded tensors of examples; ``hook`` changes the batch before labels are
@@ -99,7 +100,7 @@ def collate_batched(
 class _Rows(NamedTuple):
     """A padded batch, and the tokens of each row without padding."""
 
-    batch: Batch
+    batch: dict[str, Any]
     lengths: list[int]
 
     def start(self, row: int) -> int:
@@ -113,7 +114,7 @@ class _Rows(NamedTuple):
         ids: torch.Tensor = self.batch["input_ids"][row, start : start + self.lengths[row]]
         return ids
 
-    def resize(self, width: int, encoder: Encoder) -> Batch:
+    def resize(self, width: int, encoder: Encoder) -> dict[str, Any]:
         """Cut or pad the tensors per token to ``width``; media tensors stay."""
         starts = [self.start(row) for row in range(len(self.lengths))]
         full = min(self.lengths) == self.batch["input_ids"].shape[1]
@@ -153,7 +154,7 @@ def _visible_lengths(batch: Mapping[str, Any]) -> list[int]:
 # --- fake images ------------------------------------------------------------------------------------------
 
 
-def _hide_fakes(batch: Batch, examples: Sequence[Example], encoder: Encoder) -> Batch:
+def _hide_fakes(batch: dict[str, Any], examples: Sequence[Example], encoder: Encoder) -> dict[str, Any]:
     """Return the batch with attention 0 on the tokens of fake images."""
     if not any(example.fake for example in examples):
         return batch

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 from packhorse.chat import Processor, pad_token_id, template_errors, token_keys
-from packhorse.collate.finish import sample_key
+from packhorse.collate.finish import logger, sample_key
 from packhorse.collate.packer import media_keys
 from packhorse.collate.padded import pad_samples
-from packhorse.collate.processor_call import call, can_encode, logger, padding_side, takes_grouped_options
 from packhorse.collate.raw_batched import (
-    Hook,
     call_with_texts,
     collate_batched,
     decode,
@@ -21,9 +19,11 @@ from packhorse.collate.raw_batched import (
     render_examples,
     with_padding,
 )
-from packhorse.collate.raw_examples import Batch, Example, collate_encoded
+from packhorse.collate.raw_examples import Example, collate_encoded
+from packhorse.encode.tokenized import Hook
 from packhorse.errors import ConfigError
 from packhorse.families import Encoder
+from packhorse.families.processor_call import call, can_encode, padding_side, takes_grouped_options
 
 
 def default_collate_fn(
@@ -34,7 +34,7 @@ def default_collate_fn(
     *,
     drop_overlong: bool = False,
     pixel_dtype: torch.dtype | None = torch.bfloat16,
-) -> Batch:
+) -> dict[str, Any]:
     """Load the media of a batch, run the processor, label the answers, shift by one.
 
     Examples of a listed family are encoded one by one, so that what an example becomes does not depend on the
@@ -123,7 +123,7 @@ def llava_onevision_collate_fn(
     max_length: int | None = None,
     *,
     drop_overlong: bool = False,
-) -> Batch:
+) -> dict[str, Any]:
     """Collate raw examples for LLaVA-OneVision; see :func:`default_collate_fn`.
 
     The number of images in a sample decides how many tokens each has: one alone is tiled, several are not.
@@ -131,7 +131,7 @@ def llava_onevision_collate_fn(
     return default_collate_fn(examples, processor, max_length, drop_overlong=drop_overlong)
 
 
-def qwen2_5_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Processor) -> Batch:
+def qwen2_5_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Processor) -> dict[str, Any]:
     """Collate raw examples for Qwen2.5-VL.
 
     Args:

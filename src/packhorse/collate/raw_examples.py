@@ -13,17 +13,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from packhorse.chat import pad_token_id
+from packhorse.chat import Turns, pad_token_id
 from packhorse.collate.finish import Records, check_present, keys_of, records_of, sample_key
 from packhorse.collate.padded import collate_samples
-from packhorse.collate.processor_call import Turns, padding_side
 from packhorse.collate.raw_media import drop_overlong, token_length
 from packhorse.errors import ConfigError
 from packhorse.families import Encoder
+from packhorse.families.processor_call import padding_side
 from packhorse.formats.conversation import parse_conversation
 from packhorse.types import MEDIA_KINDS, Conversation, Sample
 
-Batch = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -79,7 +78,7 @@ def collate_encoded(
     drop_longer: bool = False,
     pixel_dtype: torch.dtype | None = None,
     side: str | None = None,
-) -> Batch:
+) -> dict[str, Any]:
     """Encode each example, cut or drop what is longer than ``max_length``, pad.
 
     ``max_length`` is the length of every row before the shift; None pads to the longest. With ``drop_longer``
@@ -118,7 +117,7 @@ def pad_labelled(
     *,
     pixel_dtype: torch.dtype | None = None,
     side: str | None = None,
-) -> Batch:
+) -> dict[str, Any]:
     """Record samples without a supervised token, and pad; see :func:`collate_encoded`."""
     labels = [sample.per_token["labels"] for sample in samples]
     records.record_unsupervised(labels, [sample.key for sample in samples])

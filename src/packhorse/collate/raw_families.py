@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count, pairwise
 from typing import Any
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX, Processor, Tokenizer, is_transformers, pad_token_id, tokenizer_of
+from packhorse.chat import (
+    IGNORE_INDEX,
+    Processor,
+    Tokenizer,
+    content_text,
+    is_transformers,
+    pad_token_id,
+    token_keys,
+    tokenizer_of,
+)
 from packhorse.collate.finish import sample_key
 from packhorse.collate.packer import stack_tokens
 from packhorse.collate.padded import pad_samples
-from packhorse.collate.processor_call import call, can_encode, has_parameter, plain_turns, text_ids
 from packhorse.collate.raw_batched import (
     call_with_texts,
     collate_batched,
@@ -23,14 +31,15 @@ from packhorse.collate.raw_batched import (
     with_padding,
 )
 from packhorse.collate.raw_default import default_collate_fn, llava_onevision_collate_fn, qwen2_5_collate_fn
-from packhorse.collate.raw_examples import Batch, Example, collate_encoded, read_examples
+from packhorse.collate.raw_examples import Example, collate_encoded, read_examples
 from packhorse.collate.raw_labels import find_all, token_id
 from packhorse.collate.raw_qwen_omni import qwen3_omni_collate_fn
-from packhorse.encode.robust import Batch as Samples
+from packhorse.encode.robust import SampleBatch
 from packhorse.errors import ConfigError
 from packhorse.families import Encoder
-from packhorse.families.kimi_k25 import media_pad_id
+from packhorse.families.kimi_k25 import KimiK25Remote, expand_placeholders, media_pad_id
 from packhorse.families.nemotron_parse import TASK_PROMPT, NemotronParse
+from packhorse.families.processor_call import call, can_encode, has_parameter, plain_turns, text_ids
 from packhorse.formats.conversation import extra_audio
 from packhorse.media import load_audio
 
@@ -46,7 +55,7 @@ def gemma4_prefix_collate_fn(
     max_length: int | None = None,
     *,
     drop_overlong: bool = False,
-) -> Batch:
+) -> dict[str, Any]:
     """Collate raw examples for Gemma 4 models that open every answer with an empty thinking channel.
 
     Training data without it starts with a high loss, so it is inserted in every answer. The prefix counts
@@ -57,7 +66,7 @@ def gemma4_prefix_collate_fn(
         return {}
     tokenizer = tokenizer_of(processor)
 
-    def insert(batch: Batch, _: Any) -> Mapping[str, Any]:
+    def insert(batch: dict[str, Any], _: Any) -> Mapping[str, Any]:
         return _inject_thinking_prefix_tokens(batch, tokenizer)
 
     batch = default_collate_fn(examples, processor, max_length, insert, drop_overlong=drop_overlong)
@@ -161,7 +170,7 @@ def kimi_vl_collate_fn(
     max_length: int | None = None,
     *,
     drop_overlong: bool = False,
-) -> Batch:
+) -> dict[str, Any]:
     """Collate raw examples for Kimi-VL, without special tokens around the texts.
 
     Args:
@@ -200,40 +209,19 @@ def _expand_image_tokens(
     media_token_id: int,
     merge_kernel_size: tuple[int, int] = (2, 2),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Repeat each image placeholder once per token of its image.
+    """Repeat each image placeholder in ids [S] and mask [S] once per token of its image.
 
-    Args:
-        input_ids: [S], one ``media_token_id`` for each image.
-        attention_mask: [S].
-        grid_thws: [N, 3], (t, h, w) of each image in patches.
-        media_token_id: the placeholder.
-        merge_kernel_size: patches along height and width that become one token.
-
-    Returns:
-        (ids, mask), longer by ``(h // 2) * (w // 2) - 1`` for each image. Unchanged if the ids hold no
-        placeholder, or one for each token already (some versions of the processor expand themselves).
-
-    Raises:
-        ValueError: there are more or fewer placeholders than images.
+    As :func:`~packhorse.families.kimi_k25.expand_placeholders`, but ids without a placeholder stay unchanged.
     """
-    is_placeholder = input_ids == media_token_id
-    placeholders = int(is_placeholder.sum())
-    tokens = (grid_thws[:, -2] // merge_kernel_size[0]) * (grid_thws[:, -1] // merge_kernel_size[1])
-    if placeholders in (0, int(tokens.sum())):
-        return input_ids, attention_mask
-    if placeholders != len(grid_thws):
-        raise ValueError(
-            f"{placeholders} placeholders (id {media_token_id}) in the ids for {len(grid_thws)} images: "
-            "expected one each"
-        )
-    repeats = torch.ones_like(input_ids, dtype=torch.long)
-    repeats[is_placeholder] = tokens.to(repeats.device)
-    return torch.repeat_interleave(input_ids, repeats), torch.repeat_interleave(attention_mask, repeats)
+    tokens = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if bool((input_ids == media_token_id).any()):
+        tokens = expand_placeholders(tokens, grid_thws, media_token_id, merge_kernel_size)
+    return tokens["input_ids"], tokens["attention_mask"]
 
 
 def kimi_k25_vl_collate_fn(
     examples: Sequence[Mapping[str, Any]], processor: Processor, max_length: int | None = None
-) -> Batch:
+) -> dict[str, Any]:
     """Collate raw examples for Kimi K2.5, with expanded image placeholders.
 
     So the length of a sequence does not change inside the model, as pipeline parallelism requires.
@@ -257,7 +245,7 @@ def kimi_k25_vl_collate_fn(
     if not examples:
         return {}
     encoder = Encoder(processor)
-    if is_transformers(processor) and can_encode(encoder):
+    if can_encode(encoder):
         batch = collate_encoded(examples, encoder, max_length, side="right")
     else:
         placeholder = frozenset({media_pad_id(encoder)})
@@ -268,39 +256,13 @@ def kimi_k25_vl_collate_fn(
 
 
 def _call_kimi_k25(examples: Sequence[Example], encoder: Encoder) -> Mapping[str, Any]:
-    """Call the processor of the model's repository for each example, and expand the image placeholders."""
-    texts = render_examples(examples, encoder)
-    samples = [
-        _encode_kimi_k25(text, decode(example, encoder).media.images, encoder)
-        for text, example in zip(texts, examples, strict=True)
-    ]
+    """Call a processor like that of the model's repository for each example; expands the placeholders."""
+    family, samples = KimiK25Remote(), []
+    for text, example in zip(render_examples(examples, encoder), examples, strict=True):
+        output = family.call(encoder, text, decode(example, encoder).media)
+        tokens = {key: output[key][0] for key in token_keys(output, family.layout)}
+        samples.append({**output, **tokens})
     return pad_samples(samples, encoder.family, pad_token_id(encoder.processor))
-
-
-def _encode_kimi_k25(text: str, images: Sequence[Any], encoder: Encoder) -> dict[str, Any]:
-    processor, options = encoder.processor, dict[str, Any]()
-    if images and has_parameter(processor, "images") and not has_parameter(processor, "medias"):
-        options["images"] = images
-    elif images:
-        options["medias"] = [{"type": "image", "image": image} for image in images]
-    try:
-        sample = dict(call(processor, text=text, return_tensors="pt", **options))
-    except ValueError:
-        if images:
-            raise
-        # The processor of the model's repository does not take text alone.
-        sample = {"input_ids": torch.tensor(text_ids(encoder.tokenizer, text))}
-    ids = sample["input_ids"].reshape(-1)
-    mask = sample["attention_mask"].reshape(-1) if "attention_mask" in sample else torch.ones_like(ids)
-    grids = sample.get("grid_thws")
-    if grids is not None:
-        pad = media_pad_id(encoder)
-        if len(grids) and not bool((ids == pad).any()):
-            raise ValueError(f"no placeholder (id {pad}) in the ids for {len(grids)} images")
-        kernel = getattr(getattr(processor, "image_processor", None), "merge_kernel_size", None)
-        merge = (int(kernel[0]), int(kernel[1])) if isinstance(kernel, list | tuple) else (2, 2)
-        ids, mask = _expand_image_tokens(ids, mask, grids, pad, merge)
-    return {**sample, "input_ids": ids, "attention_mask": mask}
 
 
 # --- Nemotron-Omni and Nemotron-Parse ---------------------------------------------------------------------
@@ -316,7 +278,7 @@ def nemotron_omni_collate_fn(
     max_video_frames: int | None = 8,
     *,
     drop_overlong: bool = False,
-) -> Batch:
+) -> dict[str, Any]:
     """Collate raw examples for Nemotron-Omni, with few frames of each video and audio next to conversations.
 
     Args:
@@ -331,8 +293,8 @@ def nemotron_omni_collate_fn(
     """
     rate = int(getattr(processor, "audio_sampling_rate", None) or _SAMPLING_RATE)
     prepared = [_with_rate(_with_max_frames(example, max_video_frames), rate) for example in examples]
-    if isinstance(examples, Samples):  # keeps the keys of the samples and their ledger
-        prepared = Samples(prepared, examples.indices, examples.keys, examples.ledger, examples.epoch)
+    if isinstance(examples, SampleBatch):  # keeps the keys of the samples and their ledger
+        prepared = SampleBatch(prepared, examples.indices, examples.keys, examples.ledger, examples.epoch)
     return default_collate_fn(prepared, processor, max_length, drop_overlong=drop_overlong)
 
 
@@ -373,7 +335,7 @@ def nemotron_parse_collate_fn(
     task_prompt: str = TASK_PROMPT,
     *,
     pixel_dtype: torch.dtype | None = torch.bfloat16,
-) -> Batch:
+) -> dict[str, Any]:
     """Collate raw examples for Nemotron-Parse: the text is ``task_prompt`` and the answer of each sample.
 
     Args:
@@ -427,7 +389,7 @@ _IMAGE_KEYS = ("input_image_embeds", "image_pixel_values", "image_sizes", "image
 _TEXT, _IMAGE, _AUDIO = 0, 1, 2  # input_mode; an image and audio together are 3
 
 
-def phi4_mm_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Processor) -> Batch:
+def phi4_mm_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Processor) -> dict[str, Any]:
     """Collate raw examples for Phi-4-multimodal.
 
     Args:
@@ -480,25 +442,18 @@ def _with_template(processor: Processor) -> Any:
 
     def apply_chat_template(turns: Sequence[Mapping[str, Any]], **options: Any) -> Any:
         numbers = {"image": count(1), "audio": count(1)}
-        texts = [{**turn, "content": _as_text(turn["content"], placeholders, numbers)} for turn in turns]
+
+        def write_media(part: Mapping[str, Any]) -> str:
+            kind = part["type"]
+            return placeholders.get(kind) or f"<|{kind}_{next(numbers[kind])}|>"
+
+        texts = [{**turn, "content": content_text(turn["content"], write_media)} for turn in turns]
         return call(tokenizer.apply_chat_template, texts, **options)
 
     copied: Any = copy.copy(processor)
     copied.chat_template = tokenizer.chat_template
     copied.apply_chat_template = apply_chat_template
     return copied
-
-
-def _as_text(content: Any, placeholders: Mapping[str, str], numbers: Mapping[str, Iterator[int]]) -> str:
-    """Return the content of a turn as one text, with a placeholder for each media item."""
-    if isinstance(content, str):
-        return content
-    return "".join(
-        part["text"]
-        if part["type"] == "text"
-        else placeholders.get(part["type"]) or f"<|{part['type']}_{next(numbers[part['type']])}|>"
-        for part in content
-    )
 
 
 def _audio_clips(example: Mapping[str, Any]) -> int:

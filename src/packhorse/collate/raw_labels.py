@@ -14,21 +14,28 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, Processor, Tokenizer, answer_spans, label_tokens
-from packhorse.collate.finish import Records
-from packhorse.collate.processor_call import (
-    STUB_ERRORS,
+from packhorse.chat import (
+    IGNORE_INDEX,
+    CannotAlign,
+    Processor,
+    Tokenizer,
     Turns,
+    answer_spans,
+    content_text,
+    label_tokens,
+)
+from packhorse.collate.finish import Records, logger
+from packhorse.errors import ConfigError
+from packhorse.families import Encoder, Generic
+from packhorse.families.processor_call import (
+    STUB_ERRORS,
     call,
     can_encode,
-    logger,
     plain_turns,
     render,
     text_ids,
     tolerated_errors,
 )
-from packhorse.errors import ConfigError
-from packhorse.families import Encoder, Generic
 from packhorse.types import MEDIA_KINDS
 
 _STOP_TEXTS = frozenset(
@@ -312,12 +319,7 @@ def _is_stop(token: int, encoder: Encoder) -> bool:
 
 def _extract_assistant_text(message: Mapping[str, Any]) -> str:
     """Return the text of a turn: its content, or the text parts of its content joined; empty without any."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list | tuple) else ()
-    texts = (part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text")
-    return "".join(text for text in texts if isinstance(text, str))
+    return content_text(message.get("content"))
 
 
 def _decode_single_token(tokenizer: Any, token_id: int) -> str:

@@ -10,12 +10,12 @@ from typing import Any, Protocol, TypeVar
 
 from PIL import Image
 
-from packhorse.chat import CannotAlign, Processor, rejected_by_template, template_errors
+from packhorse.chat import CannotAlign, Processor, Turns, rejected_by_template, template_errors
 from packhorse.collate.finish import Records
-from packhorse.collate.processor_call import Turns, plain_turns, render, text_ids, tolerated_errors
 from packhorse.collate.raw_labels import _extract_assistant_text
 from packhorse.errors import BadSample, ConfigError, list_some
 from packhorse.families import Encoder
+from packhorse.families.processor_call import plain_turns, render, text_ids, tolerated_errors
 from packhorse.formats.estimate import image_config, image_tokens
 from packhorse.media import image_size
 from packhorse.types import MEDIA_KINDS, MediaRef

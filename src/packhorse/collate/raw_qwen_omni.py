@@ -14,11 +14,11 @@ from PIL import Image
 
 from packhorse.chat import Processor
 from packhorse.collate.finish import records_of
-from packhorse.collate.processor_call import call, can_encode
 from packhorse.collate.raw_batched import collate_batched, fake_span, fill_media, render_examples
-from packhorse.collate.raw_examples import Batch, Example, pad_labelled, read_examples
+from packhorse.collate.raw_examples import Example, pad_labelled, read_examples
 from packhorse.errors import MissingDependency
 from packhorse.families import Encoded, Encoder
+from packhorse.families.processor_call import call, can_encode
 from packhorse.media import load_image, local_path, probe_video
 from packhorse.types import MediaRef, Sample
 
@@ -39,7 +39,7 @@ class _Media:
 
 def qwen3_omni_collate_fn(
     examples: Sequence[Mapping[str, Any]], processor: Processor, use_audio_in_video: bool = False
-) -> Batch:
+) -> dict[str, Any]:
     """Collate raw examples for Qwen3-Omni: media go through ``qwen_omni_utils``, then through the processor.
 
     The package resizes images and frames itself before the processor does, and decodes videos that are files
@@ -136,7 +136,7 @@ def _part_for_package(ref: MediaRef, encoder: Encoder) -> dict[str, Any]:
 
 def _call_stub(
     processor: Processor, texts: list[str], media: Sequence[_Media], use_audio_in_video: bool
-) -> Batch:
+) -> dict[str, Any]:
     """Call a processor of no listed family: plain options, and only the media that there are."""
     given: dict[str, Any] = {
         "audio": [item for sample in media for item in sample.audio],

@@ -28,7 +28,7 @@ OnBad = Literal["replace", "skip", "raise"]
 Collate = Callable[[list[Any]], Any]
 
 
-class Batch(list[Any]):
+class SampleBatch(list[Any]):
     """The samples of one batch with their origin, so that a collate function can name them in errors.
 
     Attributes:
@@ -109,14 +109,14 @@ class ReplacingDataset(Dataset[Any]):
         self._consecutive_skipped = 0
         return sample
 
-    def __getitems__(self, indices: Sequence[int]) -> Batch:
+    def __getitems__(self, indices: Sequence[int]) -> SampleBatch:
         """Return the samples of a batch; a DataLoader passes the result to its collate function."""
         return self.batch([self[index] for index in indices], [index % len(self) for index in indices])
 
-    def batch(self, samples: Iterable[Any], indices: Sequence[int | None]) -> Batch:
+    def batch(self, samples: Iterable[Any], indices: Sequence[int | None]) -> SampleBatch:
         """Return samples with their indices and keys."""
         keys = ["" if index is None else self.key(index) for index in indices]
-        return Batch(samples, indices, keys, self.ledger, self.epoch)
+        return SampleBatch(samples, indices, keys, self.ledger, self.epoch)
 
     def __iter__(self) -> Iterator[Any]:
         # Without this, a sample that raises IndexError would end the iteration.
@@ -248,7 +248,7 @@ def make_robust_collate(dataset: Rows, collate_fn: Collate, max_retries: int = 1
 
     Args:
         dataset: a :class:`ReplacingDataset`, or any dataset, which is then wrapped in one.
-        collate_fn: takes a list of samples (a :class:`Batch`, which has their keys).
+        collate_fn: takes a list of samples (a :class:`SampleBatch`, which has their keys).
         max_retries: replacements to try before raising ``ReplacementsFailed`` (a ``RuntimeError``).
     """
     wrapper = dataset if isinstance(dataset, ReplacingDataset) else RobustDatasetWrapper(dataset)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from packhorse.chat import IGNORE_INDEX, Processor, token_keys
 from packhorse.encode.robust import OnBad, ReplacingDataset
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 
-Hook = Callable[[dict[str, Any], Any], dict[str, Any]]
-T = TypeVar("T")
+Hook = Callable[[dict[str, Any], Any], Mapping[str, Any]]
+"""Takes the tensors of a processor's call and the processor, returns the tensors to use."""
 
 
 class PreTokenizedDatasetWrapper(ReplacingDataset):
@@ -211,7 +211,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         self.ledger.record(Drop.from_key(key, "encode", reason, detail, action, epoch=self.epoch))
 
 
-def run_hook(hook: Callable[[dict[str, Any], Any], T], result: dict[str, Any], processor: Processor) -> T:
+def run_hook(hook: Hook, result: dict[str, Any], processor: Processor) -> Mapping[str, Any]:
     """Return what a user's hook makes of the tensors; ConfigError if it fails or returns no ``input_ids``."""
     try:
         changed = hook(result, processor)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
-from packhorse.chat import TOKEN_KEYS, answer_spans, is_transformers
+from packhorse.chat import TOKEN_KEYS, answer_spans, content_text, is_transformers
 from packhorse.errors import ConfigError
 from packhorse.families.encoder import Encoded, Encoder, Family
 from packhorse.families.media_sizes import Pieces
@@ -145,9 +145,8 @@ def _in_form(encoder: Encoder, turns: Sequence[Mapping[str, Any]]) -> list[dict[
 
 
 def _as_text(content: Any) -> Any:
-    if isinstance(content, str) or any(part["type"] != "text" for part in content):
-        return content
-    return "".join(part["text"] for part in content)
+    has_media = not isinstance(content, str) and any(part["type"] != "text" for part in content)
+    return content if has_media else content_text(content)
 
 
 @cache

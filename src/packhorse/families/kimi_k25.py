@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from packhorse.chat import ChatProcessor
+from packhorse.chat import ChatProcessor, token_keys
 from packhorse.errors import ConfigError
 from packhorse.families.encoder import Encoder, Family, LoadedMedia
 from packhorse.families.kimi_vl import padded_groups
 from packhorse.families.media_sizes import Pieces, frame_times
+from packhorse.families.processor_call import call, has_parameter
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
+
+if TYPE_CHECKING:
+    import torch
 
 _MEDIA_PAD, _MEDIA_PAD_ID = "<|media_pad|>", 163605
 
@@ -88,14 +92,50 @@ def media_pad_id(chat: ChatProcessor) -> int:
     """The id of ``<|media_pad|>``: what the processor or its tokenizer says, else the released model's."""
     tokenizer = chat.tokenizer
     convert = getattr(tokenizer, "convert_tokens_to_ids", None)
-    found = convert(_MEDIA_PAD) if callable(convert) else None
+    token_id = convert(_MEDIA_PAD) if callable(convert) else None
     unknown = getattr(tokenizer, "unk_token_id", None)
     candidates = (
         getattr(chat.processor, "media_placeholder_token_id", None),
         getattr(chat.processor, "image_token_id", None),
-        None if found == unknown else found,
+        None if token_id == unknown else token_id,
     )
-    return next((number for number in candidates if isinstance(number, int)), _MEDIA_PAD_ID)
+    return next((candidate for candidate in candidates if isinstance(candidate, int)), _MEDIA_PAD_ID)
+
+
+def expand_placeholders(
+    tokens: Mapping[str, torch.Tensor],
+    grids: torch.Tensor,
+    placeholder: int,
+    merge_kernel_size: tuple[int, int] = (2, 2),
+) -> dict[str, torch.Tensor]:
+    """Repeat each image placeholder once per token of its image, in every tensor of ``tokens``.
+
+    Ids that have one for each token already, as some versions of the processor return them, stay unchanged.
+    ConfigError if there are more or fewer placeholders than images.
+
+    Args:
+        tokens: ``input_ids`` and other tensors of one sample with one entry per token, [S] or [1, S].
+        grids: [N, 3], (t, h, w) of each image in patches.
+        placeholder: the id of the placeholder.
+        merge_kernel_size: patches along height and width that become one token.
+    """
+    import torch
+
+    ids = tokens["input_ids"].reshape(-1)
+    rows, columns = merge_kernel_size
+    lengths = (grids[:, -2] // rows) * (grids[:, -1] // columns)
+    is_placeholder = ids == placeholder
+    count = int(is_placeholder.sum())
+    if count == int(lengths.sum()):
+        return dict(tokens)
+    if count != len(grids):
+        raise ConfigError(
+            f"{count} placeholders (id {placeholder}) in the ids for {len(grids)} images: expected one "
+            f"{_MEDIA_PAD} each. Use the processor and the chat template of the same Kimi K2.5 repository"
+        )
+    repeats = torch.ones_like(ids, dtype=torch.long)
+    repeats[is_placeholder] = lengths.to(repeats)
+    return {key: torch.repeat_interleave(value, repeats, dim=-1) for key, value in tokens.items()}
 
 
 class KimiK25Remote(Family):
@@ -111,8 +151,6 @@ class KimiK25Remote(Family):
         "pixel_values": TensorLayout(("image",), "rows", "grid_thws"),
         "grid_thws": TensorLayout(("image",), "item"),
     }
-    flat_arguments: ClassVar[bool] = True
-    writes_special_tokens: ClassVar[bool] = True
     exact: ClassVar[bool] = False
     off_by: ClassVar[int | None] = None
     caveats: ClassVar[tuple[str, ...]] = (
@@ -135,28 +173,39 @@ class KimiK25Remote(Family):
         """As many as a white image of this size has."""
         return encoder.probe(kind, size).patches
 
-    def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
-        """The processor's output, each placeholder repeated as often as its image has tokens."""
+    def call_arguments(self, encoder: Encoder, media: LoadedMedia) -> dict[str, Any]:
+        """Images are entries of ``medias``; ``images`` for a processor that takes only these."""
+        if not media.images:
+            return {}
+        if has_parameter(encoder.processor, "images") and not has_parameter(encoder.processor, "medias"):
+            return {"images": media.images}
+        return {"medias": [{"type": "image", "image": image} for image in media.images]}
+
+    def text_arguments(self, encoder: Encoder, text: str) -> dict[str, Any]:
+        """The call takes no option for the text."""
+        return {}
+
+    def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> dict[str, Any]:
+        """The processor's output with a batch axis of one, each placeholder repeated once per image token.
+
+        Works with an encoder of any family, so that collate functions can call processors that only follow
+        the same contract.
+        """
         import torch
 
-        output = dict(super().call(encoder, text, media))
+        arguments = self.call_arguments(encoder, media)
+        try:
+            output = dict(call(encoder.processor, text=text, return_tensors="pt", **arguments))
+        except ValueError:
+            if arguments:
+                raise
+            # The processor of the model's repository does not take text alone.
+            output = {"input_ids": torch.tensor(encoder.tokenize(text))}
+        output.setdefault("attention_mask", torch.ones_like(output["input_ids"]))
+        tokens = {key: output[key].reshape(1, -1) for key in token_keys(output, self.layout)}
         grids = output.get("grid_thws")
-        if grids is None:
-            return output
-        (pad,) = encoder.media_token_ids
-        rows, columns = getattr(encoder.processor.image_processor, "merge_kernel_size", (2, 2))
-        counts = [(height // rows) * (width // columns) for _, height, width in grids.tolist()]
-        ids = output["input_ids"][0]
-        found = int((ids == pad).sum())
-        if found == sum(counts):
-            return output  # a processor that has expanded them already
-        if found != len(counts):
-            raise ConfigError(
-                f"{found} placeholders in the ids for {len(counts)} images: expected one {_MEDIA_PAD} "
-                f"({pad}) each, as the processor of the Kimi K2.5 repository leaves them"
-            )
-        repeats = torch.ones_like(ids)
-        repeats[ids == pad] = torch.tensor(counts)
-        for key in ("input_ids", "attention_mask"):
-            output[key] = torch.repeat_interleave(output[key][0], repeats)[None]
-        return output
+        if grids is not None:
+            kernel = getattr(getattr(encoder.processor, "image_processor", None), "merge_kernel_size", None)
+            rows, columns = kernel if isinstance(kernel, list | tuple) else (2, 2)
+            tokens = expand_placeholders(tokens, grids, media_pad_id(encoder), (int(rows), int(columns)))
+        return {**output, **tokens}

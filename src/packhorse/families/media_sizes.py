@@ -56,11 +56,11 @@ def size_of(ref: MediaRef, sampling: VideoSampling, sampling_rate: int) -> Media
     """
     if ref.kind == "video":
         return _video_size(ref, sampling)
-    found: Any = media_size(ref)
+    size: Any = media_size(ref)
     if ref.kind == "image":
-        height, width = found
+        height, width = size
         return height, width
-    samples, rate = found
+    samples, rate = size
     # As soxr rounds the length of what it resamples.
     fed = int(samples) if rate == sampling_rate else math.floor(samples * sampling_rate / rate + 0.5)
     check_samples(max(samples, fed), DEFAULT_MAX_BYTES, ref.source)
@@ -74,11 +74,11 @@ def _video_size(ref: MediaRef, sampling: VideoSampling) -> VideoInfo:
         shown = probe_video(ref.source)
         indices = ready.frames_indices
         return VideoInfo(len(indices), shown.height, shown.width, ready.fps, ready.duration, indices)
-    found: Any = media_size(ref)
+    video: Any = media_size(ref)
     requested = ref.options.get("frame_indices")
     name, settings = describe(ref.source), sampling_of(ref, sampling)
-    positions = frame_positions(found, settings, requested, name, DEFAULT_MAX_BYTES)
-    size: VideoInfo = replace(found, total_frames=len(positions), indices=tuple(positions.tolist()))
+    positions = frame_positions(video, settings, requested, name, DEFAULT_MAX_BYTES)
+    size: VideoInfo = replace(video, total_frames=len(positions), indices=tuple(positions.tolist()))
     return size
 
 
@@ -86,8 +86,8 @@ def check_equal_frames(sizes: Sizes) -> None:
     """Raise ValueError, as processors that make one tensor of videos do, if they differ in frames."""
     numbers = sorted({size.total_frames for _, size in sizes if isinstance(size, VideoInfo)})
     if len(numbers) > 1:
-        found = ", ".join(map(str, numbers))
-        raise ValueError(f"videos of {found} frames in one sample, expected the same number for each")
+        listed = ", ".join(map(str, numbers))
+        raise ValueError(f"videos of {listed} frames in one sample, expected the same number for each")
 
 
 @lru_cache(maxsize=4096)
@@ -110,10 +110,10 @@ def nearest_tiles(
 def split_runs(text: str, token: str) -> Pieces:
     """The text cut into runs of a token and what is between them."""
     runs: list[tuple[str, int]] = []
-    for number, between in enumerate(text.split(token)):
-        if number and runs and runs[-1][0] == token:
+    for index, between in enumerate(text.split(token)):
+        if index and runs and runs[-1][0] == token:
             runs[-1] = (token, runs[-1][1] + 1)
-        elif number:
+        elif index:
             runs.append((token, 1))
         if between:
             runs.append((between, 1))

@@ -34,18 +34,21 @@ logger = getLogger("packhorse.families.models")
 UNCHECKED = "unchecked"
 """``model="unchecked"``: pack without a model, at the user's own risk."""
 
-_FAMILY_MODEL_TYPES = """
-gemma3 gemma3_text gemma4 gemma4_text internvl kimi_k25 llava_onevision phi4_multimodal qwen2_5_vl
-qwen2_5_vl_text qwen2_vl qwen2_vl_text qwen3_omni_moe_text qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe
-qwen3_vl_moe_text qwen3_vl_text smolvlm
-"""
-_DECODERS = """
-apertus arcee bitnet cohere cohere2 deepseek_v3 ernie4_5 ernie4_5_moe exaone4 gemma gemma2 glm glm4
-glm4_moe gpt2 gpt_neox gpt_oss granite granitemoe granitemoeshared helium llama minimax_m2 ministral
-ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe
-seed_oss smollm3 stablelm starcoder2
-"""
-PACKABLE = frozenset((_FAMILY_MODEL_TYPES + _DECODERS).split())
+# fmt: off
+_FAMILY_MODEL_TYPES = frozenset({
+    "gemma3", "gemma3_text", "gemma4", "gemma4_text", "internvl", "kimi_k25", "llava_onevision",
+    "phi4_multimodal", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text", "qwen3_omni_moe_text",
+    "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "smolvlm",
+})
+_DECODERS = frozenset({
+    "apertus", "arcee", "bitnet", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "gemma", "gemma2", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "granite", "granitemoe",
+    "granitemoeshared", "helium", "llama", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral",
+    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3", "stablelm", "starcoder2",
+})
+# fmt: on
+PACKABLE = _FAMILY_MODEL_TYPES | _DECODERS
 """Model types whose packed rows are tested to give what their samples give alone.
 
 A model is accepted if its own type and that of its decoder are both among them. A type is added with its
@@ -185,15 +188,15 @@ def model_classes(config: ModelConfig) -> tuple[type, ...]:
     """Classes of transformers for a config, the one that is trained first; empty for remote code."""
     transformers: Any = require("transformers", "train")
     names = getattr(config, "architectures", None) or ()
-    found = [getattr(transformers, name, None) for name in names]
+    classes = [getattr(transformers, name, None) for name in names]
     for task in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "CAUSAL_LM", ""):
         mapping = getattr(transformers, f"MODEL_FOR_{task}_MAPPING" if task else "MODEL_MAPPING", {})
         try:
-            some = mapping[type(config)]
+            mapped = mapping[type(config)]
         except KeyError:
             continue
-        found += some if isinstance(some, tuple | list) else [some]
-    return tuple(dict.fromkeys(one for one in found if isinstance(one, type)))
+        classes += mapped if isinstance(mapped, tuple | list) else [mapped]
+    return tuple(dict.fromkeys(model_class for model_class in classes if isinstance(model_class, type)))
 
 
 def text_config(config: ModelConfig) -> Any:
@@ -208,18 +211,18 @@ def media_parts(config: ModelConfig) -> tuple[str, ...]:
     """Names of the parts of a model's config that encode images, videos or audio."""
     names = {*vars(config), *getattr(config, "sub_configs", ())}
     parts = (name for name in names if name.endswith(("_config", "_encoder")))
-    found = (name for name in parts if any(word in name for word in _MEDIA_PARTS))
-    return tuple(sorted(name for name in found if getattr(config, name, None) is not None))
+    of_media = (name for name in parts if any(word in name for word in _MEDIA_PARTS))
+    return tuple(sorted(name for name in of_media if getattr(config, name, None) is not None))
 
 
 def unproven_layers(config: ModelConfig) -> tuple[str, ...]:
     """Name the first decoder layer of each kind not proven to keep documents apart: ``"layer 0 (conv)"``."""
     first: dict[str, int] = {}
     for name in _LAYER_LISTS:
-        for number, kind in enumerate(getattr(config, name, None) or ()):
+        for index, kind in enumerate(getattr(config, name, None) or ()):
             if kind not in _PROVEN_LAYERS:
-                first.setdefault(str(kind), number)
-    return tuple(f"layer {number} ({kind})" for kind, number in sorted(first.items()))
+                first.setdefault(str(kind), index)
+    return tuple(f"layer {index} ({kind})" for kind, index in sorted(first.items()))
 
 
 def packing_problems(model: object) -> tuple[str, ...]:
@@ -316,25 +319,25 @@ def _stateful_class(model: torch.nn.Module | None, config: ModelConfig, text: Mo
 
 def _takes_positions(model_class: type) -> bool:
     """Keyword arguments that a forward pass does not name are silently lost in many classes."""
-    takes = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
-    return "position_ids" in takes or any(one.kind is one.VAR_POSITIONAL for one in takes.values())
+    parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    return "position_ids" in parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
 
 
 def _problems_of_adapters(model: object) -> Iterator[str]:
     modules: Iterable[object] = getattr(model, "modules", tuple)()
-    adapters = [getattr(module, "peft_config", None) for module in modules]
-    kinds = {type(one): one for some in adapters if isinstance(some, dict) for one in some.values()}
-    for kind, adapter in kinds.items():
+    configs = [getattr(module, "peft_config", None) for module in modules]
+    adapters = [adapter for config in configs if isinstance(config, dict) for adapter in config.values()]
+    for adapter_class, adapter in {type(adapter): adapter for adapter in adapters}.items():
         if getattr(adapter, "is_prompt_learning", False):
-            yield f"{kind.__name__} adds its virtual tokens once for each row, not for each document"
+            yield f"{adapter_class.__name__} adds its virtual tokens once for each row, not for each document"
 
 
 def weightless_model(config: ModelConfig) -> Any | None:
     """Build a model with mRoPE without weights (on ``meta``); None if transformers has no such class."""
     import torch
 
-    found = (one for one in model_classes(config) if callable(getattr(one, "get_rope_index", None)))
-    model_class: Any = next(found, None)
+    with_mrope = (kind for kind in model_classes(config) if callable(getattr(kind, "get_rope_index", None)))
+    model_class: Any = next(with_mrope, None)
     if model_class is None:
         return None
     try:

@@ -104,17 +104,17 @@ class NemotronOmni(Family):
         return arguments
 
 
-def _frame_labels(info: VideoInfo, together: int) -> list[str]:
+def _frame_labels(info: VideoInfo, group_size: int) -> list[str]:
     """The line before each group of frames, with their times if the rate is known."""
     # The processor counts in whole milliseconds per frame.
-    each = int(1000.0 / info.fps) if info.fps else None
+    milliseconds = int(1000.0 / info.fps) if info.fps else None
     labels: list[str] = []
-    for at, number in enumerate(frame_numbers(info)):
-        time = "" if each is None else f" sampled at {number * each / 1000.0:.2f} seconds"
-        if at % together == 0:
-            labels.append(f"Frame {at + 1}{time}")
+    for index, position in enumerate(frame_numbers(info)):
+        time = "" if milliseconds is None else f" sampled at {position * milliseconds / 1000.0:.2f} seconds"
+        if index % group_size == 0:
+            labels.append(f"Frame {index + 1}{time}")
         else:
-            labels[-1] += f" and frame {at + 1}{time}"
+            labels[-1] += f" and frame {index + 1}{time}"
     return labels
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from packhorse.chat import Turns, content_text
 from packhorse.families.encoder import Encoder, Family
 from packhorse.families.media_sizes import Pieces
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
@@ -68,33 +68,26 @@ class NemotronParse(Family):
         if len(conversation.media) > 1:
             raise self.bad(f"{len(conversation.media)} images: {self.name} takes one page", conversation)
 
-    def render(self, encoder: Encoder, turns: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, encoder: Encoder, turns: Turns) -> str:
         """Prompt and answer."""
         return "".join(text for text, _ in self._pieces(turns))
 
-    def answer_spans(
-        self, encoder: Encoder, turns: Sequence[Mapping[str, Any]], text: str
-    ) -> list[tuple[int, int]]:
+    def answer_spans(self, encoder: Encoder, turns: Turns, text: str) -> list[tuple[int, int]]:
         """Where the answers are."""
-        spans, at = [], 0
+        spans, start = [], 0
         for piece, supervised in self._pieces(turns):
+            end = start + len(piece)
             if supervised and piece:
-                spans.append((at, at + len(piece)))
-            at += len(piece)
+                spans.append((start, end))
+            start = end
         return spans
 
-    def _pieces(self, turns: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
+    def _pieces(self, turns: Turns) -> list[tuple[str, bool]]:
         """The texts in order, and whether each is an answer."""
-        said = [(_text(turn["content"]), turn["role"] == "assistant") for turn in turns]
-        answers = [(text + self.stop, supervised) for text, supervised in said if supervised]
+        texts = [(content_text(turn["content"]), turn["role"] == "assistant") for turn in turns]
+        answers = [(text + self.stop, supervised) for text, supervised in texts if supervised]
         if self.task_prompt is not None:
             return [(self.task_prompt, False), *answers]
-        if not any(text for text, supervised in said if not supervised):
+        if not any(text for text, supervised in texts if not supervised):
             return [(TASK_PROMPT, False), *answers]
-        return [(text + self.stop, True) if supervised else (text, False) for text, supervised in said]
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content if part["type"] == "text")
+        return [(text + self.stop, True) if supervised else (text, False) for text, supervised in texts]

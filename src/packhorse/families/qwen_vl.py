@@ -143,7 +143,7 @@ def middle_times(info: VideoInfo, patch: int) -> list[float]:
     """The time of each temporal patch, half-way between its first frame and its last."""
     times = frame_times(info)
     times += times[-1:] * (-len(times) % patch)
-    return [(times[at] + times[at + patch - 1]) / 2 for at in range(0, len(times), patch)]
+    return [(times[first] + times[first + patch - 1]) / 2 for first in range(0, len(times), patch)]
 
 
 def pixel_budget(owner: PatchProcessor) -> tuple[int, int]:
@@ -179,9 +179,9 @@ def mrope_position_ids(sample: Mapping[str, Any], get_rope_index: RopeIndex) -> 
     if sample.get("attention_mask") is not None:
         arguments["attention_mask"] = _row(sample["attention_mask"])
     for name, keys in _GRIDS.items():
-        found = next((sample[key] for key in keys if sample.get(key) is not None), None)
-        if found is not None:
-            arguments[name] = torch.stack(list(found)) if isinstance(found, list | tuple) else found
+        grids = next((sample[key] for key in keys if sample.get(key) is not None), None)
+        if grids is not None:
+            arguments[name] = torch.stack(list(grids)) if isinstance(grids, list | tuple) else grids
     if sample.get("feature_attention_mask") is not None:
         arguments["audio_seqlens"] = sample["feature_attention_mask"].sum(-1)
     if takes_any or "mm_token_type_ids" in takes:

@@ -12,9 +12,9 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import ConfigError
-from packhorse.integrations.loss import Batch, count_supervised, grouped
+from packhorse.integrations.loss import count_supervised, grouped
 from packhorse.integrations.trainer_feed import check_model, check_world
-from packhorse.types import to_device
+from packhorse.types import Batch, to_device
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -5,13 +5,13 @@ Importing this imports Lightning.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from packhorse.errors import require
-from packhorse.integrations.loss import Batch, token_loss
+from packhorse.integrations.loss import token_loss
 from packhorse.integrations.trainer_feed import StepFeed, check_model, check_world
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _mark_saved(trainer: Trainer) -> None:
             callback._last_global_step_saved = trainer.global_step
 
 
-def step_loss(trainer: Trainer, logits: torch.Tensor, batch: Batch, tokens: int) -> torch.Tensor:
+def step_loss(trainer: Trainer, logits: torch.Tensor, batch: Mapping[str, Any], tokens: int) -> torch.Tensor:
     """Return the loss for ``training_step``: a mean over the supervised tokens of all ranks and micro-steps.
 
     Undoes that Lightning divides by the accumulated micro-steps and that ranks average gradients. To log it,

@@ -18,7 +18,6 @@ from packhorse.chat import IGNORE_INDEX
 from packhorse.distributed import has_process_group, reachable_device
 from packhorse.errors import ConfigError
 
-Batch = Mapping[str, Any]
 Item = TypeVar("Item")
 
 _ROWS = 1024  # tokens per chunk: 0.6 GB in float32 with a vocabulary of 150,000
@@ -88,13 +87,15 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return gradient, None
 
 
-def supervised_tokens(batch: Batch) -> int:
+def supervised_tokens(batch: Mapping[str, Any]) -> int:
     """Return the number of supervised tokens of a batch."""
     return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
 def count_supervised(
-    batches: Sequence[Batch], group: dist.ProcessGroup | None = None, device: str | torch.device | None = None
+    batches: Sequence[Mapping[str, Any]],
+    group: dist.ProcessGroup | None = None,
+    device: str | torch.device | None = None,
 ) -> int:
     """Return the number of supervised tokens of a step: of these micro-batches, on all ranks.
 

@@ -9,7 +9,8 @@ import torch
 
 from packhorse.errors import ConfigError
 from packhorse.families.models import UNCHECKED, check_packable, models_in
-from packhorse.integrations.loss import Batch, count_supervised
+from packhorse.integrations.loss import count_supervised
+from packhorse.types import Batch
 
 if TYPE_CHECKING:
     from packhorse.loader.loader import Loader

@@ -19,8 +19,7 @@ from packhorse.pp_media.rows import (
     check_sizes,
     split_rows,
 )
-from packhorse.types import Batch as LoaderBatch
-from packhorse.types import MediaLayout, TensorLayout
+from packhorse.types import Batch, MediaLayout, TensorLayout
 
 VLM_PP_MEDIA_KEY = "_vlm_pp_media_chunks"
 """The key of the media in a prepared batch: key of a tensor -> ``n_microbatches`` chunks of it. The grid of
@@ -28,7 +27,7 @@ the images is also there as ``image_grid_hws``, whatever the name of the tensor.
 
 logger = getLogger("packhorse.pp_media")
 
-Batch = MutableMapping[str, Any]
+BatchMapping = MutableMapping[str, Any]
 
 
 def chunk_vlm_media(
@@ -111,8 +110,8 @@ def chunk_step3_media(
 
 
 def prepare_vlm_media_for_pp(
-    batch: Batch, batch_size: int, n_microbatches: int, *, layout: MediaLayout | None = None
-) -> Batch:
+    batch: BatchMapping, batch_size: int, n_microbatches: int, *, layout: MediaLayout | None = None
+) -> BatchMapping:
     """Replace the media tensors of a batch by their chunks under :data:`VLM_PP_MEDIA_KEY`.
 
     The owner of a tensor's entries comes, key by key and in this order, from ``layout``, from the batch's
@@ -161,23 +160,23 @@ def _has_media(batch: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
     return any(batch.get(key) is not None for key in names)
 
 
-def _remove_media_keys(batch: Batch, table: Mapping[str, Any]) -> Batch:
+def _remove_media_keys(batch: BatchMapping, table: Mapping[str, Any]) -> BatchMapping:
     # Keys without a value must not reach the schedule either.
     for key in (*table, *_VLM_MEDIA_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY):
         batch.pop(key, None)
     return batch
 
 
-def _loader_counts(batch: Batch) -> dict[str, Any]:
+def _loader_counts(batch: BatchMapping) -> dict[str, Any]:
     """Return the media of each row and the documents from the ``info`` of a loader's batch."""
-    if not isinstance(batch, LoaderBatch):
+    if not isinstance(batch, Batch):
         return {}
     counts = {kind: getattr(batch.info, f"num_{kind}s") for kind in COUNT_KEYS}
     media = {COUNT_KEYS[kind]: torch.tensor(count) for kind, count in counts.items() if any(count)}
     return {**media, "_packed_seq_ids": batch.info.document_ids}
 
 
-def _check_unprepared(batch: Batch, media: MediaLayout, n_microbatches: int) -> None:
+def _check_unprepared(batch: BatchMapping, media: MediaLayout, n_microbatches: int) -> None:
     chunks = batch.get(VLM_PP_MEDIA_KEY) or {}
     numbers = {len(parts) for parts in chunks.values()}
     if numbers - {n_microbatches}:
@@ -207,8 +206,8 @@ def _chunks(rows: MediaRows, n_microbatches: int) -> dict[str, list[torch.Tensor
 
 
 def wrap_vlm_collate_for_pp(
-    collate_fn: Callable[[Any], Batch], n_microbatches: int, *, layout: MediaLayout | None = None
-) -> Callable[[Any], Batch]:
+    collate_fn: Callable[[Any], BatchMapping], n_microbatches: int, *, layout: MediaLayout | None = None
+) -> Callable[[Any], BatchMapping]:
     """Wrap a collate function so that its batches are ready for pipeline stages.
 
     Wrap last: around ``dataset.robust_collate(…)``, whose empty batches (None) pass through, as does anything
@@ -236,7 +235,7 @@ def wrap_vlm_collate_for_pp(
 class _PreparingCollate:
     """The result of :func:`wrap_vlm_collate_for_pp`; a class, so that it can be pickled."""
 
-    collate_fn: Callable[[Any], Batch]
+    collate_fn: Callable[[Any], BatchMapping]
     n_microbatches: int
     layout: MediaLayout | None
 

@@ -12,10 +12,10 @@ from transformers.processing_utils import ProcessingKwargs
 from contract.processors import processor
 from contract.samples import make_image, turns
 from packhorse.chat import IGNORE_INDEX
-from packhorse.collate.processor_call import padding_side
 from packhorse.collate_fns import default_collate_fn, make_robust_collate
 from packhorse.datasets import RobustDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
+from packhorse.families.processor_call import padding_side
 from packhorse.formats.example_media import inject_fake_image
 from packhorse.ledger import Ledger
 

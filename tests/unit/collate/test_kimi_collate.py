@@ -111,7 +111,7 @@ def test_an_image_without_a_placeholder_is_rejected_for_k25():
         def apply_chat_template(self, conversation, **options):
             return super().apply_chat_template(conversation, **options).replace("<|media_pad|>", "")
 
-    with pytest.raises(ValueError, match=r"no placeholder .* for 1 images"):
+    with pytest.raises(ValueError, match=r"0 placeholders .* for 1 images"):
         kimi_k25_vl_collate_fn([image_example((56, 56))], Forgetful())
 
 

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from logging import getLogger
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from packhorse.chat import CannotAlign, Processor, Tokenizer, is_transformers, template_errors, tokenizer_of
+from packhorse.chat import (
+    CannotAlign,
+    Processor,
+    Tokenizer,
+    Turns,
+    is_transformers,
+    template_errors,
+    tokenizer_of,
+)
 from packhorse.errors import ConfigError
-from packhorse.families import Encoder, Family, Generic
-
-logger = getLogger("packhorse.collate_fns")
-
-Turns = Sequence[Mapping[str, Any]]
+from packhorse.families.encoder import Encoder, Family
+from packhorse.families.generic import Generic
 
 # Values for required parameters that the caller does not set.
 _NEUTRAL: dict[str, Any] = {
