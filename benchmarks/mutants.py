@@ -49,8 +49,8 @@ MUTANTS = (
     Mutant(
         "labels are not shifted",
         "chat.py",
-        'batch[key][..., 1:] if key == "labels" else',
-        'batch[key][..., :-1] if key == "labels" else',
+        'batch[key][..., 1:] if key in ("labels", "loss_weights") else',
+        'batch[key][..., :-1] if key in ("labels", "loss_weights") else',
         ("tests/unit/test_chat.py",),
         quick=True,
     ),

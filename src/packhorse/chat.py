@@ -44,7 +44,7 @@ _CHATML = ("<|im_start|>", "<|im_end|>")
 _CHATML_OPENING = "<|im_start|>assistant\n"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MAX_CACHED = 10_000  # of conversations with different structures, a kilobyte each
-_PER_TOKEN = frozenset({"labels", *TOKEN_KEYS, "position_ids"})
+_PER_TOKEN = frozenset({"labels", *TOKEN_KEYS, "position_ids", "loss_weights"})
 # Options of a tokenizer's call for a single text that is neither padded nor truncated.
 _PASSED_ON = frozenset({"add_special_tokens", "return_token_type_ids", "return_attention_mask"})
 _UNDERSTOOD = _PASSED_ON | {"padding", "padding_side", "return_tensors", "is_split_into_words"}
@@ -444,7 +444,7 @@ def shift_tokens(batch: Mapping[str, Any], media: Container[str] = ()) -> dict[s
     """Shift labels by one: each position gets the label of the next token.
 
     Takes tensors of one sample ([S]) or a batch ([B, S]; ``position_ids`` also [3, B, S]); returns a new dict
-    of views one token shorter: ``labels`` without the first, every other token tensor
+    of views one token shorter: ``labels`` and ``loss_weights`` without the first, every other token tensor
     (see :func:`token_keys`) without the last. Everything else stays. This is the only shift.
 
     Raises:
@@ -458,7 +458,7 @@ def shift_tokens(batch: Mapping[str, Any], media: Container[str] = ()) -> dict[s
         shape = tuple(batch[key].shape)
         if shape[-1] != length or len(shape) > (3 if key == "position_ids" else 2):
             raise ConfigError(f"'{key}' is {shape}, expected one entry for each of {length} labels")
-        shifted[key] = batch[key][..., 1:] if key == "labels" else batch[key][..., :-1]
+        shifted[key] = batch[key][..., 1:] if key in ("labels", "loss_weights") else batch[key][..., :-1]
     return shifted
 
 

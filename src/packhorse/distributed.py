@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from packhorse.errors import ConfigError, SystemFault
+from packhorse.errors import ConfigError, SystemFault, list_some
 from packhorse.types import World
 
 logger = getLogger("packhorse.loader")
@@ -178,12 +178,10 @@ class Rendezvous:
         if now < watch.next_report or not busy or any(rank not in busy for rank in range(self.world.rank)):
             return
         watch.next_report = now + _REPORT_EVERY
-        named = [
-            f"rank {rank} ({status.task})" if status.task else f"rank {rank}"
-            for rank, status in list(busy.items())[:_NAMED_RANKS]
-        ]
-        more = f" and {len(busy) - len(named)} more" if len(busy) > len(named) else ""
-        logger.info("rank %s waits for %s%s", self.world.rank, ", ".join(named), more)
+        named = (
+            f"rank {rank} ({status.task})" if status.task else f"rank {rank}" for rank, status in busy.items()
+        )
+        logger.info("rank %s waits for %s", self.world.rank, list_some(named, _NAMED_RANKS))
 
     def _silence(self, rank: int, status: _Status) -> str:
         limit = f"{self.timeout:g} s, the timeout of the process group"
@@ -420,8 +418,7 @@ class Collectives:
         failures = [(rank, report) for rank, _, report in entries if report is not None]
         if failures and failure is None:
             named = [f"rank {rank} could not {report.task}: {report.text}" for rank, report in failures]
-            more = f"; and {len(named) - _NAMED_FAILURES} more" if len(named) > _NAMED_FAILURES else ""
-            self._reported = failures[0][1].as_error("; ".join(named[:_NAMED_FAILURES]) + more)
+            self._reported = failures[0][1].as_error(list_some(named, _NAMED_FAILURES, "; "))
             raise self._reported
         return [value for _, value, _ in entries]
 

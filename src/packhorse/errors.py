@@ -145,14 +145,14 @@ def plain_error(error: Exception) -> str:
     return str(error)
 
 
-def list_some(values: Iterable[object], most: int) -> str:
+def list_some(values: Iterable[object], most: int, separator: str = ", ") -> str:
     """Return the first values for a message, with ``…`` if there are more than ``most``.
 
     >>> list_some([3, 5, 8], 2)
     '3, 5, …'
     """
     texts = [str(value) for value in islice(values, most + 1)]
-    return ", ".join([*texts[:most], "…"] if len(texts) > most else texts)
+    return separator.join([*texts[:most], "…"] if len(texts) > most else texts)
 
 
 # What a broken sample makes a dataset, a decoder or a processor raise. Everything else (NameError, TypeError,

@@ -34,6 +34,7 @@ class Rows(Protocol):
 
 MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
+_TOKEN_FIELDS = ("labels", "position_ids", "loss_weights")  # of a sample or pack, next to ``tokens``
 
 
 class MediaMask(enum.IntFlag):
@@ -366,7 +367,7 @@ class _TokenTensors:
         tokens: ``input_ids``, ``attention_mask`` and further tensors per token [S], by key.
         labels: [S]; None before they are built.
         position_ids: [S], or [3, S] with mRoPE; None leaves them to the collate function.
-        loss_weights: [S]; None for equal weights.
+        loss_weights: [S], shifted like the labels; None for equal weights.
         num_items: number of media items of each kind.
     """
 
@@ -381,9 +382,9 @@ class _TokenTensors:
 
     @property
     def per_token(self) -> dict[str, torch.Tensor]:
-        """All tensors per token by key, labels and positions included."""
-        others = {"labels": self.labels, "position_ids": self.position_ids}
-        return {**self.tokens, **{key: value for key, value in others.items() if value is not None}}
+        """All tensors per token by key, labels, positions and loss weights included."""
+        others = {name: getattr(self, name) for name in _TOKEN_FIELDS}
+        return {**self.tokens, **{name: value for name, value in others.items() if value is not None}}
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -400,9 +401,9 @@ class Sample(_TokenTensors):
 
     def with_per_token(self, tensors: Mapping[str, torch.Tensor]) -> Sample:
         """Return the sample with these tensors instead of its :attr:`per_token`."""
-        tokens = {key: value for key, value in tensors.items() if key not in ("labels", "position_ids")}
-        labels, positions = tensors.get("labels"), tensors.get("position_ids")
-        return replace(self, tokens=tokens, labels=labels, position_ids=positions)
+        tokens = {key: value for key, value in tensors.items() if key not in _TOKEN_FIELDS}
+        others: Any = {name: tensors.get(name) for name in _TOKEN_FIELDS}
+        return replace(self, tokens=tokens, **others)
 
     def cut(self, kept: slice) -> Sample:
         """Return the sample with only these tokens; media stay."""

@@ -12,6 +12,7 @@ from contract.encoding import make
 from contract.processors import FAMILIES, build, processor
 from contract.samples import clip, turns
 from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS
+from packhorse.count.token_counter import TokenCounter
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import FAMILIES as DECLARED
 from packhorse.families import Encoder, family_of
@@ -321,6 +322,13 @@ def test_an_error_of_a_decoder_names_the_media_item_and_not_the_processor():
     assert (bad.value.reason, bad.value.stage) == ("broken_media", "media")
     assert "_BrokenDecoder" in bad.value.detail
     assert "processor" not in bad.value.detail
+
+
+def test_counting_names_a_media_item_that_its_decoder_cannot_read():
+    sample = question(("audio", _BrokenDecoder()))
+    with pytest.raises(BadSample, match=r"cannot be decoded .ZeroDivisionError: a sampling rate of 0") as bad:
+        TokenCounter(Encoder(processor("qwen3_omni"))).count(sample)
+    assert (bad.value.reason, bad.value.stage, bad.value.key) == ("broken_media", "media", "a/1")
 
 
 def test_qwen3_omni_gives_each_video_its_own_time_per_patch(files):

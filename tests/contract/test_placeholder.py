@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,7 +20,9 @@ from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.families import Encoder
 from packhorse.integrations.attention import use_attention
 from packhorse.ledger import Ledger
+from packhorse.loader.build import PackBuilder, PadBuilder
 from packhorse.loader.placeholder import Placeholders
+from packhorse.loader.startup import ModelInfo
 from packhorse.media import VideoInfo
 from packhorse.types import MEDIA_KINDS, MediaMask, WorkItem
 
@@ -74,6 +76,23 @@ def test_each_placeholder_of_several_kinds_is_named_by_the_media_that_it_holds(n
     for kind, blank in named:
         layouts = [layout for key, layout in samples.family.layout.items() if key in blank.media]
         assert any(kind in layout.kinds for layout in layouts), (kind, sorted(blank.media))
+
+
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+def test_a_batch_that_is_changed_in_place_does_not_change_later_placeholders(
+    mode: Literal["pack", "pad"],
+) -> None:
+    samples = PreTokenizedDatasetWrapper(
+        ROWS, processor("qwen2_vl"), inject_fake_images=False, ledger=Ledger()
+    )
+    config = packhorse.LoaderConfig(data=ROWS, mode=mode, pack_size=256)
+    builder = (PackBuilder if mode == "pack" else PadBuilder)(config, samples, ModelInfo())
+    item = WorkItem(0, 0, ((0,),), MediaMask.IMAGE)
+    first = builder.build(item).batch["pixel_values"]
+    expected = first.clone()
+    first.zero_()
+    assert expected.any()
+    assert torch.equal(builder.build(item).batch["pixel_values"], expected)
 
 
 def gradients(model: Any, *batches: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:

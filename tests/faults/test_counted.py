@@ -103,16 +103,28 @@ def test_entries_of_a_batch_at_which_the_run_was_stopped_are_rolled_back_when_it
 
 def test_an_epoch_that_is_too_bad_at_its_end_counts_its_last_batch_once() -> None:
     rows = Faulty(texts(ROWS), {}, only_workers=False)
-    loader = make_loader(rows, 0, 2, max_bad_share=0.0)  # two ranks are checked together, at the end
+    loader = make_loader(rows, 0, 2, max_bad_share=0.05)  # two ranks are checked together, at the end
     mine = [loader._current.schedule.samples(step, 0)[0][0] for step in range(len(loader))]
-    rows.faults = {mine[-1]: raising(OSError("gone"))}
+    rows.faults = dict.fromkeys(mine[-4:], raising(OSError("gone")))
     with pytest.raises(TooManyBad):
         delivered_rows(loader)
     assert loader.remaining == 1
     rows.faults = {}
     assert delivered_rows(loader) == mine[-1:]
-    assert loader._current.tallies[-1] == (len(mine), 0)
-    assert len(loader.ledger) == 0
+    assert loader._current.tallies[-1] == (len(mine) - 3, 3)
+    assert {int(drop.key) for drop in loader.ledger} == set(mine[-4:-1])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_share_of_zero_stops_a_rank_at_its_first_bad_sample(size: int) -> None:
+    rows = Faulty(texts(ROWS), {}, only_workers=False)
+    loader = make_loader(rows, 0, size, max_bad_share=0.0)
+    mine = [loader._current.schedule.samples(step, 0)[0][0] for step in range(len(loader))]
+    rows.faults = {mine[3]: raising(OSError("gone"))}
+    with pytest.raises(TooManyBad, match=f"1 of {ROWS} samples cannot be used") as caught:
+        delivered_rows(loader)
+    assert (caught.value.setting, caught.value.bad) == ("max_bad_share", 1)
+    assert loader.cursor == 3
 
 
 @pytest.mark.parametrize("last", [True, False])

@@ -230,3 +230,4 @@ def test_long_lists_in_messages_are_shortened() -> None:
     assert list_some([], 2) == ""
     assert list_some([3, 5], 2) == "3, 5"
     assert list_some(iter([3, 5, 8]), 2) == "3, 5, …"
+    assert list_some([3, 5, 8], 2, "; ") == "3; 5; …"

@@ -34,7 +34,9 @@ Pack = Mapping[str, Any]
 ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention", "varlen")
 """The attention backends that packed batches support."""
 
-_INFORMATION = frozenset({"_packed_seq_ids", *COUNT_KEYS.values(), MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY})
+_INFORMATION = frozenset(
+    {"_packed_seq_ids", "loss_weights", *COUNT_KEYS.values(), MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY}
+)
 _LABELS = frozenset({"labels", "shift_labels"})
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _CONTIGUOUS = ("flash_attention_2", "varlen")
@@ -175,8 +177,8 @@ def _add_attention(
 def loss_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return everything in a batch that a model of transformers takes: ``model(**loss_inputs(batch)).loss``.
 
-    Counts and document numbers are omitted, with ``cu_seq_lens_q`` also the mask: flash attention of
-    transformers would use it and take each row for one document.
+    Counts, document numbers and loss weights are omitted, with ``cu_seq_lens_q`` also the mask: flash
+    attention of transformers would use it and take each row for one document.
 
     Raises:
         ConfigError: the mask holds document numbers (``materialize_4d_mask=False``).

@@ -35,6 +35,7 @@ MEDIA_KEYS: tuple[str, ...] = tuple(dict.fromkeys(key for family in FAMILIES for
 
 _LARGE = 1 << 22  # bytes from which on the allocator matters
 _COUNTS: Mapping[str, MediaKind] = {f"n_{kind}s": kind for kind in MEDIA_KINDS}
+_ALL_OR_NONE = ("position_ids", "loss_weights")  # no default is right next to samples that have them
 
 
 def layout_of(key: str, family: Family | None, values: Iterable[Any] = ()) -> TensorLayout:
@@ -275,16 +276,12 @@ class Packer:
         if length < 2:
             detail = f"sample has {length} token; at least 2 are needed for the label shift"
             raise BadSample(detail, reason="empty_sample", stage="encode")
-        per_token = dict(sample.tokens)
-        if sample.labels is not None:
-            per_token["labels"] = sample.labels
+        per_token = {key: value for key, value in sample.per_token.items() if key != "position_ids"}
         if self.get_rope_index is not None:
             positions = mrope_position_ids({**sample.tokens, **sample.media}, self.get_rope_index)
             if positions is not None:
                 per_token["position_ids"] = positions
-        tokens = shift_tokens(per_token)
-        labels, positions = tokens.pop("labels"), tokens.pop("position_ids", None)
-        return replace(sample, tokens=tokens, labels=labels, position_ids=positions)
+        return sample.with_per_token(shift_tokens(per_token))
 
     def padded_length(self, length: int) -> int:
         """Return the tokens of a document of this length, padding to the alignment included."""
@@ -293,16 +290,17 @@ class Packer:
     def join(self, samples: Sequence[Sample]) -> PackedSample:
         """Join prepared samples to a pack.
 
-        Positions are those of the samples if all have them; otherwise they restart at 0 with each document.
+        Positions are those of the samples; if none has any, they restart at 0 with each document.
         The mask holds document numbers 1, 2, …, and 0 for hidden tokens (of a fake image) and padding.
 
         Raises:
-            ConfigError: there are no samples, they do not fit into ``pack_size``, or tensors do not match.
+            ConfigError: there are no samples, they do not fit into ``pack_size``, tensors do not match, or
+                only some samples have positions or loss weights.
         """
         if not samples:
             raise ConfigError("a pack has no samples: expected at least one")
-        mrope = all(sample.position_ids is not None for sample in samples)
-        rows = [_document(sample, number, mrope) for number, sample in enumerate(samples, 1)]
+        _check_all_or_none(samples)
+        rows = [_document(sample, number) for number, sample in enumerate(samples, 1)]
         lengths = [len(sample) for sample in samples]
         padded = [self.padded_length(length) for length in lengths]
         if sum(padded) > self.pack_size:
@@ -324,6 +322,7 @@ class Packer:
         return PackedSample(
             labels=joined.pop("labels"),
             position_ids=joined.pop("position_ids"),
+            loss_weights=joined.pop("loss_weights", None),
             tokens=joined,
             media=media,
             num_items={kind: sum(numbers[kind] for numbers in items) for kind in MEDIA_KINDS},
@@ -334,7 +333,16 @@ class Packer:
         )
 
 
-def _document(sample: Sample, number: int, mrope: bool) -> dict[str, torch.Tensor]:
+def _check_all_or_none(samples: Sequence[Sample]) -> None:
+    """Raise if only some samples of a pack have positions or loss weights; name the first without."""
+    for field in _ALL_OR_NONE:
+        missing = [sample for sample in samples if getattr(sample, field) is None]
+        if 0 < len(missing) < len(samples):
+            name = missing[0].key or f"sample {samples.index(missing[0])}"
+            raise ConfigError(f"{name} has no '{field}', but others of its pack have: expected all or none")
+
+
+def _document(sample: Sample, number: int) -> dict[str, torch.Tensor]:
     """Return the tensors per token of one document, its number in place of the mask."""
     where = f"sample {number - 1} of the pack"
     if sample.labels is None:
@@ -346,7 +354,7 @@ def _document(sample: Sample, number: int, mrope: bool) -> dict[str, torch.Tenso
     row["attention_mask"] = (
         torch.full_like(ids, number) if mask is None else (mask != 0).to(ids.dtype) * number
     )
-    if not mrope:
+    if sample.position_ids is None:
         row["position_ids"] = torch.arange(len(ids))
     return row
 
@@ -374,8 +382,8 @@ def stack_tokens(
             raise ConfigError(
                 f"'{key}' has leading axes {sorted(axes)} in one batch, expected the same in all"
             )
-        if key == "position_ids" and any(value is None for value in given):
-            raise ConfigError("only some samples of the batch have 'position_ids': expected all or none")
+        if key in _ALL_OR_NONE and any(value is None for value in given):
+            raise ConfigError(f"only some samples of the batch have '{key}': expected all or none")
         (lead,) = axes
         dtype = reduce(torch.promote_types, (value.dtype for value in given if value is not None))
         whole = torch.full((*lead, len(rows), width), fill_value(key, padding_idx), dtype=dtype)
@@ -411,6 +419,7 @@ def to_pack(values: Mapping[str, Any], family: Family | None) -> PackedSample:
     return PackedSample(
         labels=per_token.pop("labels", None),
         position_ids=per_token.pop("position_ids", None),
+        loss_weights=per_token.pop("loss_weights", None),
         tokens=per_token,
         media={key: value if isinstance(value, list) else (value,) for key, value in media.items()},
         num_items={kind: int(values.get(name, 0)) for name, kind in _COUNTS.items()},

@@ -65,7 +65,6 @@ from packhorse.media import (
     load_media,
     placeholder_media,
 )
-from packhorse.media.failure import read_error
 from packhorse.types import (
     MEDIA_KINDS,
     Conversation,
@@ -279,16 +278,15 @@ class Family:
         """Decode the media of one conversation; BadSample if one cannot be loaded or audio is too short."""
         loaded = LoadedMedia([], [], [])
         for ref in refs:
-            with _decoder_errors(ref):
-                if ref.kind == "image":
-                    loaded.images.append(load_image(ref.source))
-                elif ref.kind == "video":
-                    video: Any = load_media(ref, sampling=encoder.video_sampling)
-                    loaded.videos.append(video)
-                else:
-                    clip: Any = load_media(ref, sampling_rate=self.sampling_rate)
-                    self.check_audio_length(ref, len(clip[0]))
-                    loaded.audios.append(clip)
+            if ref.kind == "image":
+                loaded.images.append(load_image(ref.source))
+            elif ref.kind == "video":
+                video: Any = load_media(ref, sampling=encoder.video_sampling)
+                loaded.videos.append(video)
+            else:
+                clip: Any = load_media(ref, sampling_rate=self.sampling_rate)
+                self.check_audio_length(ref, len(clip[0]))
+                loaded.audios.append(clip)
         return loaded
 
     def check_audio_length(self, ref: MediaRef, samples: Any) -> None:
@@ -380,20 +378,6 @@ class Family:
     def bad(self, detail: str, conversation: Conversation, reason: Reason = "media_mismatch") -> BadSample:
         """Return the error for a conversation that is rejected."""
         return BadSample(detail, reason=reason, key=conversation.key, stage="encode")
-
-
-@contextmanager
-def _decoder_errors(ref: MediaRef) -> Iterator[None]:
-    """Raise what a decoder raises for one media item as a :class:`BadSample` that names the item."""
-    try:
-        yield
-    except PackhorseError:
-        raise
-    except (*DATA_ERRORS, ArithmeticError) as error:
-        if not isinstance(error, ArithmeticError) and not is_data_error(error):
-            raise
-        detail = f"{describe(ref.source)}: cannot be decoded ({type(error).__name__}: {error})"
-        raise read_error(error, detail) from error
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class LoaderConfig:
         on_overlong: drop and record samples that are longer than a pack, truncate them, or raise.
         on_bad: drop and record samples that fail, or raise.
         max_bad_share: stop the run if a larger share of an epoch's samples is bad, and more than three are;
-            0 stops at the first, None never.
+            0 stops a rank at its first, None never.
         max_consecutive_bad: stop the run if more consecutive samples fail on a rank; None never stops.
         max_patches: maximum vision patches of a pack, to limit memory.
         max_media: maximum media items of a pack.

@@ -93,7 +93,7 @@ class BadSampleBudget:
             if self.max_consecutive is not None and consecutive > self.max_consecutive:
                 what = f"{consecutive} consecutive samples failed"
                 raise self._error(what, "max_consecutive_bad", consecutive, f"{self.max_consecutive}")
-        if self.ranks == 1:
+        if self.ranks == 1 or self.max_share == 0:
             self.check(lost)
         elif self.max_share is not None:
             # A rank may lose its part, and as much more as chance may assign to one of thousands. All ranks

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from logging import getLogger
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from packhorse.chat import is_transformers, tokenizer_of
 from packhorse.count.columns import CountColumns
 from packhorse.distributed import Collectives
 from packhorse.errors import ConfigError
@@ -81,6 +83,12 @@ def make_work_item(
     return WorkItem(epoch, step, packs, schedule.media_mask(step) if media_mask is None else media_mask)
 
 
+def _templates_of(processor: Processor) -> list[Any]:
+    """Return the chat templates that a processor uses; those of transformers do not use the tokenizer's."""
+    owners = (processor,) if is_transformers(processor) else (processor, tokenizer_of(processor))
+    return [getattr(owner, "chat_template", None) for owner in owners]
+
+
 class Loader:
     """Iterate over it for the batches of one rank.
 
@@ -132,7 +140,7 @@ class Loader:
         self.dataset, self.processor, self.counts = opened.dataset, opened.processor, self._startup.counts
         self.model_name = opened.model.name
         self._samples, self._planner = self._startup.samples, self._startup.planner
-        self._template = self._samples.encoder.chat_template
+        self._templates = deepcopy(_templates_of(self.processor))  # a dict of them may be changed in place
         # Schedule all packs over all ranks; with shard_data each rank schedules its own.
         self._plan_world = World() if config.shard_data else self.world
         self._layout = BatchLayout(
@@ -236,13 +244,9 @@ class Loader:
         """Iterate over the batches of this epoch that were not delivered yet, or over the next epoch.
 
         Raises:
-            ConfigError: the processor has another chat template than the one that tokens were counted with.
+            ConfigError: the chat template is not the one that tokens were counted with; also while iterating.
         """
-        if self._samples.encoder.chat_template != self._template:
-            raise ConfigError(
-                f"the chat template of {type(self.processor).__name__} was changed after its tokens were "
-                "counted: set it before packhorse.load, or load the data once more"
-            )
+        self._check_templates()
         if self._current.over:
             self._move_to(LoaderState(self.epoch + 1))
         self.metrics.pause()
@@ -258,13 +262,23 @@ class Loader:
         if self._undelivered:  # the batch is rebuilt
             self.ledger.roll_back(self.epoch, {drop.key for drop in self._undelivered})
             self._undelivered = ()
+        self._check_templates()
         requested = time.perf_counter()
         for built in self._workers.batches(self._work_items(epoch), self.cursor, len(epoch.schedule)):
             if epoch is not self._current:
                 return  # set_epoch or load_state_dict was called
             self._deliver(built, time.perf_counter() - requested)
             yield built.batch
+            if not epoch.over:  # before the next one is built: workers have a copy of the processor
+                self._check_templates()
             requested = time.perf_counter()
+
+    def _check_templates(self) -> None:
+        if _templates_of(self.processor) != self._templates:
+            raise ConfigError(
+                f"the chat template of {type(self.processor).__name__} was changed after its tokens were "
+                "counted: set it before packhorse.load, or load the data once more"
+            )
 
     def _work_items(self, epoch: Epoch) -> Callable[[int], WorkItem]:
         """Return a function from a step to its work item.

@@ -71,12 +71,16 @@ class Placeholders:
         """Return encoded samples without supervised tokens, before the shift, each with its media kind.
 
         One for each kind; kinds that fill the same tensors (images and frames of SmolVLM and InternVL) share
-        one. An empty mask gives a sample without media.
+        one. An empty mask gives a sample without media. Media are copies: they may be changed in a batch.
         """
         chosen = dict(self._smallest_like(kind) for kind in media_mask.kinds)
         if not chosen:
             return [(None, self._encode(None, None))]
-        return [(kind, self._encode(kind, size)) for kind, size in chosen.items()]
+        encoded = ((kind, self._encode(kind, size)) for kind, size in chosen.items())
+        return [
+            (kind, replace(sample, media={key: value.clone() for key, value in sample.media.items()}))
+            for kind, sample in encoded
+        ]
 
     def lengths(self, media_mask: MediaMask) -> list[int]:
         """Return the tokens of each of them, after the shift."""

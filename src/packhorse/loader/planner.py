@@ -191,7 +191,7 @@ class Planner:
 
     def drops(self, plan: PackPlan) -> list[Drop]:
         """Return the ledger entries of the rows that are in no pack of a plan."""
-        counts = self.counts
+        counts, reserve = self.counts, self.reserve_in(plan)
         dropped: list[tuple[int, Reason, str]] = [
             (index, counts.status[index], _bad_detail(counts, index))
             for index in np.flatnonzero(~counts.ok).tolist()
@@ -200,7 +200,7 @@ class Planner:
             for index in indices[counts.ok[indices]].tolist():
                 detail = self.limit_detail if reason == "over_limit" else ""
                 if reason == "too_long":
-                    detail = too_long_detail(int(self.lengths[index]), self.config, self.reserve)
+                    detail = too_long_detail(int(self.lengths[index]), self.config, reserve)
                 dropped.append((index, reason, detail))
         # Only data from files have locations; they cost no reading.
         locate = getattr(self.samples.dataset, "locations", lambda indices: [""] * len(indices))

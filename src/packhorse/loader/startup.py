@@ -497,8 +497,9 @@ def count_examples(dataset: Rows, processor: Processor, rows: range | None = Non
 
 
 def _count_example(counter: TokenCounter, dataset: Rows, index: int) -> Counted | BadSample:
-    with data_errors(key=str(index)) as outcome:
-        example = counter.encoder.place_audio(dataset[index], str(index))
-        return counter.count(parse_conversation(example, str(index)))
+    key = dataset_key(dataset, index)
+    with data_errors(key=key) as outcome:
+        example = counter.encoder.place_audio(dataset[index], key)
+        return counter.count(parse_conversation(example, key))
     assert outcome.error is not None
     return outcome.error

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from packhorse.count.contents import Content
-from packhorse.errors import ConfigError
+from packhorse.errors import ConfigError, list_some
 from packhorse.plan.schedule import BatchLayout, ResumeSegment
 
 VERSION = 2
@@ -154,9 +154,8 @@ def _check_data(saved: Sequence[tuple[str, str]], contents: Sequence[Content]) -
         if digest != content.digest
     ]
     if changed:
-        more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
         raise ConfigError(
-            f"the data have changed since the state was saved. {'; '.join(changed[:5])}{more}. Restore them, "
+            f"the data have changed since the state was saved. {list_some(changed, 5, '; ')}. Restore them, "
             "or start a new run: otherwise some rows would be delivered twice and others never"
         )
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from packhorse.errors import SystemFault
+from packhorse.errors import SystemFault, list_some
 from packhorse.loader.build import NO_SAMPLE, BatchBuilder, Built
 from packhorse.loader.config import LoaderConfig
 from packhorse.types import Batch, WorkItem
@@ -147,8 +147,7 @@ class WorkerPool:
             return SystemFault(str(error))
         item, key = make(error.position), self.builder.samples.key
         keys = [key(index) for index in item.samples]
-        more = f" and {len(keys) - 20} more" if len(keys) > 20 else ""
-        samples = f"samples {', '.join(keys[:20])}{more}" if keys else "a batch without samples"
+        samples = f"samples {list_some(keys, 20)}" if keys else "a batch without samples"
         if isinstance(error, ResultTimeout):
             return SystemFault(
                 f"micro-step {item.step} did not arrive within timeout={self.config.timeout:g} s: {samples}. "

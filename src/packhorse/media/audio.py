@@ -17,7 +17,7 @@ import numpy as np
 from packhorse.errors import BadSample, MissingDependency, require
 from packhorse.media.container import open_container, packets_of
 from packhorse.media.failure import DEFAULT_MAX_BYTES, bad_media, check_bytes
-from packhorse.media.source import describe, open_source, reading
+from packhorse.media.source import decoding, describe, open_source, reading
 
 # The first and third word of a file -> byte order, name of the chunk with the samples.
 _RIFF_FORMATS = {
@@ -36,6 +36,7 @@ _SAMPLE_BYTES = 4
 _MAX_CHANNELS = 64
 
 
+@decoding
 def load_audio(
     source: object, *, sampling_rate: int | None = None, max_bytes: int | None = DEFAULT_MAX_BYTES
 ) -> tuple[np.ndarray, int]:
@@ -68,6 +69,7 @@ def load_audio(
     return np.ascontiguousarray(mono, dtype=np.float32), rate
 
 
+@decoding
 def audio_info(source: object) -> tuple[int, int]:
     """Return (number of samples, rate) of a clip as it is stored, without decoding it.
 
@@ -137,10 +139,7 @@ def _mono_array(array: Any, rate: Any, source: object) -> tuple[np.ndarray, int]
 
 
 def _decode_with_decoder(source: Any) -> tuple[np.ndarray, int]:
-    try:
-        samples = source.get_all_samples()
-    except (RuntimeError, ValueError) as error:
-        raise bad_media(f"{describe(source)} cannot be decoded ({error})") from error
+    samples = source.get_all_samples()
     # The axes are always channels, samples.
     return np.asarray(samples.data, dtype=np.float32).mean(axis=0), int(samples.sample_rate)
 

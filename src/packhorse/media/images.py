@@ -31,7 +31,7 @@ _DECODE_ERRORS = (
     ValueError,
     EOFError,
     LookupError,
-    OverflowError,
+    ArithmeticError,
     RuntimeError,  # of the AVIF decoder
     struct.error,
     zlib.error,

@@ -19,19 +19,21 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from functools import wraps
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import unquote
 
-from packhorse.errors import BadSample
+from packhorse.errors import DATA_ERRORS, BadSample, PackhorseError, is_data_error
 from packhorse.media.failure import RemoteError, bad_media, machine_fault, read_error
 from packhorse.media.lmdb import read_lmdb
 from packhorse.media.remote import open_address
 from packhorse.types import mask_secrets
 
 PathLike = str | os.PathLike[str]
+F = TypeVar("F", bound=Callable[..., Any])
 
 _LOCAL_SCHEMES = ("file://", "local://")
 _SCHEME = re.compile(r"[A-Za-z0-9+.\-:]+")
@@ -138,6 +140,23 @@ def reading(source: object) -> Iterator[None]:
         yield
     except OSError as error:
         raise read_error(error, f"{describe(source)}: reading it failed ({error})") from error
+
+
+def decoding(function: F) -> F:
+    """Decorate a function of a source: what a decoder raises for damaged data is an error of the source."""
+
+    @wraps(function)
+    def decode(source: object, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(source, *args, **kwargs)
+        except (*DATA_ERRORS, ArithmeticError) as error:
+            is_damage = isinstance(error, ArithmeticError) or is_data_error(error)
+            if isinstance(error, PackhorseError) or not is_damage:
+                raise
+            detail = f"{describe(source)}: cannot be decoded ({type(error).__name__}: {error})"
+            raise read_error(error, detail) from error
+
+    return decode  # type: ignore[return-value]  # it has the same arguments
 
 
 def read_bytes(source: object) -> bytes:

@@ -25,7 +25,7 @@ from packhorse.media.container import VideoFile, open_video
 from packhorse.media.failure import DEFAULT_MAX_BYTES, bad_media, check_bytes, read_error
 from packhorse.media.images import DEFAULT_MAX_PIXELS, image_size, load_image
 from packhorse.media.sampling import VideoInfo, VideoSampling, sample_frame_indices
-from packhorse.media.source import Address, describe, local_path, locate, read_bytes
+from packhorse.media.source import Address, decoding, describe, local_path, locate, read_bytes
 
 _IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _DECORD_CONTAINERS = {"mp4", "matroska", "avi"}
@@ -213,6 +213,7 @@ class VideoFrames:
     metadata: VideoMetadata
 
 
+@decoding
 def probe_video(
     source: object, *, fps: float | None = None, max_pixels: int | None = DEFAULT_MAX_PIXELS
 ) -> VideoInfo:
@@ -235,6 +236,7 @@ def probe_video(
         return info
 
 
+@decoding
 def load_video(
     source: object,
     *,

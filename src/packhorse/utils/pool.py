@@ -326,7 +326,7 @@ class ProcessPool(Generic[T, R]):
         retries: int = MAX_RETRIES,
     ) -> None:
         self._work, self.size = _Work(work), num_workers
-        self._context, self._retries = multiprocessing.get_context(multiprocessing_context), retries
+        self._multiprocessing_context, self._retries = multiprocessing_context, retries
         self._workers: list[_Worker] = []
         self._retry = deque[int]()  # positions whose worker died
         self._done: dict[int, Any] = {}  # results and failures by position, until they are yielded
@@ -342,7 +342,11 @@ class ProcessPool(Generic[T, R]):
     def start(self) -> None:
         """Start the workers, unless they run; :meth:`run` does it if this was not called."""
         while len(self._workers) < self.size:
-            self._workers.append(_Worker(self._work, self._context))
+            self._workers.append(self._start_worker())
+
+    def _start_worker(self) -> _Worker:
+        # Looked up here: get_context(None) fixes the start method for the whole program.
+        return _Worker(self._work, multiprocessing.get_context(self._multiprocessing_context))
 
     def _positions_at(self, worker: _Worker) -> list[int]:
         """Return the positions of this run's tasks that a worker holds."""
@@ -467,7 +471,7 @@ class ProcessPool(Generic[T, R]):
             self._done[lost.pop(0)] = _Failure(error)
         logger.warning("a worker died (process %s: %s)", worker.process.pid, worker.exit_reason)
         self._retry.extend(lost)
-        self._workers[self._workers.index(worker)] = _Worker(self._work, self._context)
+        self._workers[self._workers.index(worker)] = self._start_worker()
 
     def _count_death(self, worker: _Worker, position: int | None) -> WorkerDied | None:
         """Return the error to raise if workers died too often over a task, or before one (None)."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from packhorse.collate.packed import model_inputs, neat_packed_vlm_collater
 from packhorse.collate.packer import Packer, join, pack_to_dict, to_pack, to_sample
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import FAMILIES, Family
@@ -223,6 +224,32 @@ def test_a_prepared_sample_is_a_new_one_and_the_given_one_stays() -> None:
     with pytest.raises(BadSample, match="at least 2") as caught:
         Packer(8).prepare(to_sample(sample(1), None))
     assert caught.value.reason == "empty_sample"
+
+
+@pytest.mark.parametrize("field", ["position_ids", "loss_weights"])
+def test_a_sample_without_what_others_of_its_pack_have_is_named(field: str) -> None:
+    samples = [
+        to_sample(sample(1, 2, **{field: torch.arange(2)}), None, "coco/1"),
+        to_sample(sample(3, 4), None, "coco/2"),
+    ]
+    with pytest.raises(ConfigError, match=rf"coco/2 has no '{field}'"):
+        Packer(8).join(samples)
+
+
+def test_loss_weights_follow_the_labels_when_a_sample_is_cut_shifted_and_packed() -> None:
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    typed = to_sample(sample(1, 2, 3, 4, loss_weights=weights), family("qwen2_vl"))
+    assert typed.tokens.keys() == {"input_ids", "attention_mask"}
+    assert typed.loss_weights is weights
+    packer = Packer(8, sequence_alignment=4)
+    pack = packer.join([packer.prepare(typed), packer.prepare(typed.cut(slice(1, 4)))])
+    assert pack.loss_weights is not None
+    assert pack.labels is not None
+    assert pack.labels.tolist() == [2, 3, 4, -100, 3, 4, -100, -100]
+    assert pack.loss_weights.tolist() == pytest.approx([0.2, 0.3, 0.4, 0, 0.3, 0.4, 0, 0])
+    batch = neat_packed_vlm_collater([pack_to_dict(pack, None)])
+    assert batch["loss_weights"].tolist() == [pack.loss_weights.tolist()]
+    assert "loss_weights" not in model_inputs(batch)
 
 
 # --- positions ----------------------------------------------------------------------------------------------

@@ -171,6 +171,14 @@ def test_what_a_hook_adds_per_token_is_padded_and_shifted():
     assert batch["token_weights"].tolist() == [[0.5, 0.25], [0, 0]]
 
 
+def test_loss_weights_are_padded_and_shifted_like_labels():
+    samples = [sample(n, loss_weights=torch.arange(n) / 4) for n in (4, 2)]
+    batch = pad_collate_fn(samples, processor("qwen2_vl"))
+    assert batch["loss_weights"].tolist() == [[0.25, 0.5, 0.75], [0.25, 0, 0]]
+    with pytest.raises(ConfigError, match="only some samples of the batch have 'loss_weights'"):
+        pad_collate_fn([*samples, sample(3)], processor("qwen2_vl"))
+
+
 def test_types_may_come_with_a_batch_axis_of_one():
     batch = pad_collate_fn([sample(3, mm_token_type_ids=torch.tensor([[0, 1, 0]]))], STUB)
     assert batch["mm_token_type_ids"].tolist() == [[0, 1]]

@@ -293,6 +293,42 @@ def test_a_template_that_is_changed_after_counting_stops_the_loader(mode):
     assert len(delivered_rows(loader)) == 8
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_template_that_is_changed_while_iterating_stops_the_loader_at_the_next_batch(num_workers):
+    made = build("qwen2_vl")
+    settings = {"model": "unchecked", "mode": "pad", "num_workers": num_workers}
+    loader = packhorse.load(texts(8), made, **settings)
+    template, batches = made.chat_template, iter(loader)
+    seen = [*next(batches).info.samples]
+    made.chat_template = template.replace("assistant", "helper")
+    with pytest.raises(ConfigError, match="the chat template of Qwen2VLProcessor was changed after"):
+        next(batches)
+    assert loader.cursor == 1
+    made.chat_template = template
+    assert sorted(seen + delivered_rows(loader)) == list(range(8))
+    loader.close()
+
+
+def test_a_template_may_be_changed_with_the_last_batch():
+    made = build("qwen2_vl")
+    loader = packhorse.load(texts(8), made, model="unchecked", mode="pad", num_workers=0)
+    for batch in loader:
+        if batch.info.step == len(loader) - 1:
+            made.chat_template = "{{ messages }}"
+    assert loader.epoch_stats.delivered == 8
+
+
+def test_a_template_of_several_that_is_changed_in_place_stops_the_loader():
+    made = build("qwen2_vl")
+    made.chat_template = {"default": made.chat_template, "tools": made.chat_template}
+    loader = packhorse.load(texts(8), made, model="unchecked", mode="pad", num_workers=0)
+    batches = iter(loader)
+    next(batches)
+    made.chat_template["default"] = made.chat_template["default"].replace("assistant", "helper")
+    with pytest.raises(ConfigError, match="was changed after its tokens were counted"):
+        next(batches)
+
+
 def test_more_rows_never_tolerate_fewer_bad_samples():
     from packhorse.loader.epoch_stats import exceeds_share
 

@@ -68,6 +68,18 @@ def test_nothing_is_reserved_if_every_pack_has_an_image() -> None:
     assert load(rows, pack_size=int(longest) + 2).plan.capacity < longest + 2
 
 
+def test_the_entry_of_a_row_that_is_too_long_has_the_reserve_of_its_plan() -> None:
+    rows = [*few_texts_among_images(120), chat_of("why " * 900, "so")]
+    loader = load(rows, pack_size=600)
+    (drop,) = loader.ledger
+    assert (loader.plan.capacity, drop.reason) == (600, "too_long")
+    assert drop.detail.endswith("tokens, more than the 600 of a pack")
+    reserving = load(rows, pack_size=600, max_documents=1)
+    (drop,) = reserving.ledger
+    capacity = reserving.plan.capacity
+    assert drop.detail.endswith(f"more than the {capacity} of a pack (600 less {600 - capacity} reserved)")
+
+
 def test_a_row_that_is_too_long_is_logged_once_with_its_length(
     meta: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from count_samples import chat, write_meta, write_rows
 from loader_samples import delivered_rows, load, mixed_rows, texts
 from packhorse.errors import ConfigError
 
@@ -124,6 +125,20 @@ def test_a_rejected_state_says_what_differs(change, message):
     rows = texts(change.pop("rows", 20))
     with pytest.raises(ConfigError, match=message):
         load(rows, **change).load_state_dict(state)
+
+
+def test_a_rejected_state_names_up_to_five_datasets_that_changed(tmp_path):
+    names = ["books", "charts", "coco", "maps", "songs", "texts"]
+    meta = write_meta(tmp_path, {name: {"file_name": f"{name}.jsonl"} for name in names})
+    states = []
+    for words in (5, 6):
+        for name in names:
+            write_rows(tmp_path / f"{name}.jsonl", [chat(words, 9)])
+        loader = load(meta)
+        states.append(loader.state_dict())
+    with pytest.raises(ConfigError, match=r"'books'.*'songs'[^;]*; …\. Restore them") as caught:
+        loader.load_state_dict(states[0])
+    assert "'texts'" not in str(caught.value)
 
 
 def test_a_state_without_what_its_plan_was_made_from_is_rejected_all_the_same():

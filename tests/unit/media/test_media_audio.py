@@ -4,6 +4,7 @@ import copy
 import io
 import struct
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -242,3 +243,27 @@ def test_the_length_of_an_mp3_is_in_a_vbri_header_too(missing: int) -> None:
     header = b"VBRI" + struct.pack(">HHHII", 1, 0, 75, 2000 + missing, 12)
     content = (b"\xff\xfb\x90\x64" + bytes(32) + header).ljust(2000, b"\0")
     assert _mp3_length(io.BytesIO(content)) == (True, missing)
+
+
+class BrokenDecoder:
+    """An audio decoder, as datasets return it, for a file whose header cannot be used."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def get_all_samples(self) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("rate 0"), RuntimeError("no frame"), OSError("seek")])
+@pytest.mark.parametrize("call", [load_audio, audio_info])
+def test_what_a_decoder_raises_is_an_error_of_its_clip(call: Any, error: Exception) -> None:
+    bad = bad_sample(BrokenDecoder(error), call)
+    assert bad.reason == "broken_media"
+    assert bad.detail == f"<BrokenDecoder>: cannot be decoded ({type(error).__name__}: {error})"
+
+
+@pytest.mark.parametrize("call", [load_audio, audio_info])
+def test_a_mistake_in_a_decoder_is_no_error_of_its_clip(call: Any) -> None:
+    with pytest.raises(NotImplementedError, match="later"):
+        call(BrokenDecoder(NotImplementedError("later")))

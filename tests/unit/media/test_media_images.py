@@ -6,6 +6,7 @@ import pickle
 import struct
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -343,3 +344,14 @@ def test_nothing_of_the_callers_is_changed(png: Path) -> None:
         load_image(source)
         image_size(source)
     assert sources == before
+
+
+class Indivisible(Image.Image):
+    """An image whose decoder divides by a value of its damaged header."""
+
+    def load(self) -> Any:
+        raise ZeroDivisionError("no rows")
+
+
+def test_a_decoder_that_divides_by_zero_is_found_too() -> None:
+    assert bad_sample(Indivisible()).reason == "broken_media"

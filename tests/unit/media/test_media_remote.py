@@ -334,12 +334,21 @@ def test_a_missing_driver_stops_before_training_and_names_the_row(
         assert "\n" not in str(caught.value)
 
 
+class Keyed(list[Any]):
+    """Examples that have keys."""
+
+    def key(self, index: int) -> str:
+        return f"coco/{index}"
+
+
 def test_a_missing_driver_names_the_example_of_a_list_and_the_sample_that_is_encoded(qwen: Any) -> None:
     parts = [{"type": "image", "image": "gs://bucket/a.png"}, {"type": "text", "text": "what"}]
     turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "ok"}]
     examples = [{"conversation": [turns[1]]}, {"conversation": turns}]
     with pytest.raises(MissingDependency, match=r"^1: gs://bucket/a.png cannot be opened"):
         packhorse.load(examples, qwen, model="unchecked", world=World(), pack_size=256)
+    with pytest.raises(MissingDependency, match=r"^coco/1: gs://bucket/a.png cannot be opened"):
+        packhorse.load(Keyed(examples), qwen, model="unchecked", world=World(), pack_size=256)
     with pytest.raises(MissingDependency, match=r"^coco/1: gs://bucket/a.png cannot be opened"):
         Encoder(qwen).encode(parse_conversation(examples[1], "coco/1"))
 

@@ -7,6 +7,7 @@ import struct
 from dataclasses import FrozenInstanceError
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -437,3 +438,18 @@ def test_a_recording_whose_clock_does_not_start_at_zero_is_read_from_its_first_f
     loaded = load_video(path, fps=2)
     assert loaded.metadata.timestamps[0] == 0
     assert np.array_equal(loaded.frames[0], decode_all(path)[0])
+
+
+class LazyImage(Image.Image):
+    """An image whose tags are read when they are used, and are damaged."""
+
+    @property
+    def tag_v2(self) -> dict[int, Any]:
+        raise ZeroDivisionError("no rows")
+
+
+@pytest.mark.parametrize("call", [probe_video, load_video])
+def test_what_a_decoder_raises_is_an_error_of_its_video(call: Any) -> None:
+    with pytest.raises(BadSample, match=r"cannot be decoded \(ZeroDivisionError: no rows\)") as caught:
+        call([LazyImage(), LazyImage()])
+    assert (caught.value.reason, caught.value.stage) == ("broken_media", "media")

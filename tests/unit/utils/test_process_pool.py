@@ -6,8 +6,11 @@ import gc
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from multiprocessing import active_children as children
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,6 +26,7 @@ from engine_work import (
     tensor,
 )
 
+from count_samples import python_path
 from failing_work import Unlucky, fail_on_three
 from packhorse.utils.pool import EngineError, ProcessPool, ResultTimeout, WorkerDied
 
@@ -205,3 +209,26 @@ def test_a_stopped_worker_is_ended_too() -> None:
     os.kill(children()[0].pid or 0, signal.SIGSTOP)
     pool.close()
     assert not children()
+
+
+BUILD_THEN_SET = """
+import multiprocessing
+from loader_samples import load, texts
+from packhorse.utils.pool import ProcessPool
+
+if __name__ == "__main__":
+    pool, loader = ProcessPool(abs, 2), load(texts(20), num_workers=2)
+    multiprocessing.set_start_method("spawn")
+    assert dict(pool.run(int, range(3))) == {0: 0, 1: 1, 2: 2}
+    pool.close()
+    print(multiprocessing.get_start_method())
+"""
+
+
+def test_a_program_may_set_the_start_method_after_a_pool_or_a_loader_was_built(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BUILD_THEN_SET)
+    environment = {**os.environ, "PYTHONPATH": python_path(tmp_path)}
+    command = [sys.executable, str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (run.returncode, run.stdout) == (0, "spawn\n"), run.stderr
