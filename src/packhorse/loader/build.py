@@ -11,14 +11,13 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache, partial
 from logging import getLogger
 from typing import Any, NamedTuple
 
 from packhorse.chat import IGNORE_INDEX, pad_token_id
 from packhorse.collate.packed import collate_packs, loss_inputs
-from packhorse.collate.packer import Packer, cast_pixels
+from packhorse.collate.packer import Packer
 from packhorse.collate.padded import collate_samples, order_rows
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, data_errors
@@ -143,11 +142,7 @@ class BatchBuilder:
     def sample(self, index: int) -> Sample | None:
         """Return a sample as :meth:`prepare` makes it; None if it cannot be used, which is recorded."""
         with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
-            sample = self.samples.load_sample(index)
-            # Not later, when they are joined: the next sample reuses the memory of these float32 pixels. The
-            # promise of benchmarks/feed.py needs it: on a busy machine 0.84 of the bare processor, else 0.65.
-            sample = replace(sample, media=cast_pixels(sample.media, self.pixel_dtype))
-            return self.prepare(sample)
+            return self.prepare(self.samples.load_sample(index))
         return None
 
     def prepare(self, sample: Sample) -> Sample:

@@ -111,3 +111,29 @@ def test_a_script_without_a_main_guard_fails_and_is_not_run_by_its_workers(tmp_p
     assert run.returncode != 0
     assert "trained" not in run.stdout
     assert '`if __name__ == "__main__":`' in run.stderr
+
+
+FREED = """
+import os
+import torch
+from packhorse.loader.worker_pool import keep_freed_memory
+
+kept = keep_freed_memory()
+blocks = [torch.ones(5 << 20) for _ in range(10)]  # of 20 MB
+used = int(open("/proc/self/statm").read().split()[1])
+del blocks
+freed = used - int(open("/proc/self/statm").read().split()[1])
+print(kept, freed * os.sysconf("SC_PAGESIZE") > 150e6)
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"), [({}, "True False"), ({"MALLOC_ARENA_MAX": "8"}, "False True")]
+)
+def test_freed_memory_is_kept_for_the_next_image_unless_the_user_has_settings_for_malloc(
+    settings: dict[str, str], expected: str
+) -> None:
+    others = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+    command = [sys.executable, "-c", FREED]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=others | settings)
+    assert run.stdout.strip() == expected
