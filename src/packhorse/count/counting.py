@@ -490,9 +490,10 @@ def save_part(path: Path, data: bytes, newer_than: Iterable[Path] = ()) -> None:
 
     try:
         with _raise_as_system_fault(path):
-            with contextlib.suppress(FileNotFoundError):
+            # Another process may remove the folder, as it is empty, before, or while mkdir looks at it.
+            with contextlib.suppress(FileNotFoundError, FileExistsError):
                 return write_atomic(path, write)
-            write_atomic(path, write)  # another process has just removed the folder, as it was empty
+            write_atomic(path, write)
     except FileNotFoundError as error:
         raise _count_file_fault(error, path) from error
 
