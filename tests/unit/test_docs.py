@@ -1,55 +1,36 @@
-"""Every Python block of the README and of the user pages runs unchanged in an empty folder.
+"""Every Python block of the user pages runs unchanged in an empty folder.
 
 Only ``from_pretrained`` is replaced: it returns the small Qwen2.5-VL of the contract tests.
 """
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from packhorse.types import Reason
+from page_code import SMALL_MODELS, python_blocks
+from warm_python import run_warm
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FIGURES = ("benchmarks.md",)  # no code
+PAGES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.parent.name != "api")]
+ELSEWHERE = ("benchmarks.md", "README.md")  # no code; test_readme.py
 PUBLIC = (
     *("", ".datasets", ".collate_fns", ".samplers", ".neat_packing_vlm", ".pp_media", ".media", ".loader"),
     *(".integrations.pipelining", ".integrations.transformers"),
 )
 
 
-def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-
-
-SMALL_MODELS = f"""
-import sys
-sys.path.insert(0, {str(ROOT / "tests")!r})
-from contract.torchvision_ops import make_torchvision_importable
-make_torchvision_importable()
-from contract.processors import processor
-from contract.tiny_models import tiny_model
-import transformers
-transformers.AutoProcessor.from_pretrained = lambda name: processor("qwen2_5_vl")
-transformers.AutoModelForImageTextToText.from_pretrained = lambda name: tiny_model("qwen2_5_vl")
-"""
-
-
-@pytest.mark.parametrize("page", [p for p in PAGES if p.name not in FIGURES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name not in ELSEWHERE], ids=lambda page: page.name)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     blocks = python_blocks(page)
     assert blocks, f"{page.name} has no code"
     code = "\n".join(blocks)
     if "from_pretrained(" in code:
         code = SMALL_MODELS + code
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    run = run_warm("-c", code, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
 
 
@@ -60,7 +41,8 @@ def test_links_to_other_pages_exist(page: Path) -> None:
 
 
 def test_the_ledger_page_documents_every_reason_and_no_other() -> None:
-    table = (ROOT / "docs" / "ledger.md").read_text().partition("| reason |")[2].partition("\n\n")[0]
+    page = ROOT / "docs" / "explanation" / "reliability.md"
+    table = page.read_text().partition("| reason |")[2].partition("\n\n")[0]
     documented = [name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])]
     assert sorted(documented) == sorted(get_args(Reason))
 
