@@ -14,7 +14,7 @@ from count_samples import write_meta, write_rows
 from packhorse.count.columns import COUNTS, CountColumns
 from packhorse.loader import LoaderConfig
 from packhorse.tools.view.plan_report import plan_report
-from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
+from packhorse.tools.view.saved_plan import PlanRequest, PlanResult, make_plan, save_plan
 
 SIZES = [(96, 64), (128, 96), (160, 80), (84, 112), (200, 120), (64, 64), (144, 108), (112, 168)]
 """Width and height of the images, by row of ``charts`` (two more rows are broken)."""
@@ -68,8 +68,8 @@ def write_samples(folder: Path) -> Path:
     return write_meta(folder, {name: {"file_name": f"{name}.jsonl", "media_dir": "media"} for name in names})
 
 
-def write_many(folder: Path, packs: int, saved: str) -> Path:
-    """Write a plan with ``packs`` packs of two rows each, with invented counts (counting takes minutes).
+def plan_many(folder: Path, packs: int, saved: str) -> PlanResult:
+    """Make a plan with ``packs`` packs of two rows each, with invented counts (counting takes minutes).
 
     Args:
         folder: an existing folder to write to.
@@ -81,7 +81,7 @@ def write_many(folder: Path, packs: int, saved: str) -> Path:
     meta = write_meta(folder, {"chats": {"file_name": "chats.jsonl"}})
     config = LoaderConfig(data=str(meta), pack_size=100, cache_dir=folder / "plans")
     lengths = np.random.default_rng(0).integers(35, 51, rows)  # two fit, never three
-    columns = {name: np.zeros(rows, np.int64) for name in (*COUNTS, "off_by")}
+    columns: dict[str, Any] = {name: np.zeros(rows, np.int64) for name in (*COUNTS, "off_by")}
     ones = np.ones(rows, bool)
     counts = CountColumns(
         **columns | {"text": lengths}, status=np.full(rows, "ok", object), ok=ones, exact=ones
@@ -89,7 +89,13 @@ def write_many(folder: Path, packs: int, saved: str) -> Path:
     planned = make_plan(PlanRequest(config, saved), counts=counts)
     plan = planned.packs.plan
     assert len(plan) == packs, f"planned {len(plan):,} packs instead of {packs:,}"
-    save_plan(planned, plan_report(planned, estimates=False), folder / "many.phplan")
+    return planned
+
+
+def write_many(folder: Path, packs: int, saved: str) -> Path:
+    """Write the plan of :func:`plan_many` to a file."""
+    planned = plan_many(folder, packs, saved)
+    save_plan(planned, plan_report(planned), folder / "many.phplan")
     return folder / "many.phplan"
 
 
@@ -121,7 +127,7 @@ def ask(app: Any, target: str, *, host: str | None = "127.0.0.1:8123", method: s
     path, _, query = target.partition("?")
     scope = {
         "type": "http",
-        "asgi": {"version": "3.0"},
+        "asgi": {"version": "3.0", "spec_version": "2.4"},  # as of uvicorn
         "http_version": "1.1",
         "method": method,
         "scheme": "http",

@@ -30,6 +30,14 @@ _TIMEOUT = 120_000  # milliseconds: the first row waits for the import of transf
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all tests of this folder: they start a server and a browser, and run with ``make test-system``."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.system)
+
+
 @dataclass(frozen=True)
 class Server:
     """A running viewer: its address, the output of ``packhorse plan --json``, and the folder of the data."""

@@ -27,7 +27,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory, saved: str) -> PlanResult:
 
 @pytest.fixture(scope="package")
 def plan_file(planned: PlanResult) -> Path:
-    path = Path(planned.request.config.data).parent / "plan.phplan"
+    path = Path(str(planned.request.config.data)).parent / "plan.phplan"
     save_plan(planned, plan_report(planned), path)
     return path
 

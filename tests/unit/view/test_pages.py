@@ -29,14 +29,15 @@ CHATS = len(SIZES) + 2  # the first row of chats, after those of charts
 
 
 def numbers(page: str) -> dict[str, str]:
-    return dict(re.findall(r'data-number="(\w+)">([^<]*)<', page))
+    return dict(re.findall(r'data-number="([\w, ]+)">([^<]*)<', page))
 
 
 def test_the_overview_has_the_numbers_of_the_report(app: Any, viewer: PlanViewer) -> None:
     values, report = numbers(ask(app, "/").text), json.loads(ask(app, "/report.json").body)
     assert report == viewer.report
-    for name in ("rows", "packed", "dropped", "packs", "tokens"):
+    for name in ("rows", "packs", "tokens"):
         assert values[name] == f"{report[name]:,}"
+    assert values["not trained"] == f"{report['dropped']:,}"
     assert values["fill"] == f"{100 * report['fill']:.2f}\N{NO-BREAK SPACE}%"
 
 
@@ -52,22 +53,19 @@ def test_the_overview_warns_of_too_many_bad_rows_and_says_how_tokens_are_counted
 
 
 def test_a_plan_of_an_earlier_version_without_the_later_numbers_is_shown(planned: PlanResult) -> None:
-    report = plan_report(planned, estimates=False)
+    report = plan_report(planned)
     later = ("bad", "max_bad_share", "nothing_supervised")
     old = {name: value for name, value in report.items() if name not in later}
-    old["padding"] = {name: value for name, value in old["padding"].items() if name != "packed_unpadded"}
     page = ask(make_app(PlanViewer(make_saved_plan(planned, old), planned.opened), "127.0.0.1"), "/")
     assert page.status == 200
-    assert numbers(page.text)["packed"] == str(report["packed"])
+    assert numbers(page.text)["trained"] == str(report["packed"])
 
 
 def test_a_ledger_of_other_data_gives_a_warning(planned: PlanResult) -> None:
     ledger = Ledger()
     ledger.record(Drop("coco/3", "media", "missing_media", "no file a.png", dataset="coco"))
     ledger.record(Drop("chats/1", "media", "missing_media", "no file a.png", dataset="chats"))
-    viewer = PlanViewer(
-        make_saved_plan(planned, plan_report(planned, estimates=False)), planned.opened, ledger
-    )
+    viewer = PlanViewer(make_saved_plan(planned, plan_report(planned)), planned.opened, ledger)
     assert viewer.unmatched_warning().startswith("1 of 2 ledger entries name no row of ")
     page = html.unescape(ask(make_app(viewer, "127.0.0.1"), "/").text)
     assert viewer.unmatched_warning() in page
@@ -76,7 +74,7 @@ def test_a_ledger_of_other_data_gives_a_warning(planned: PlanResult) -> None:
 def test_a_row_that_is_too_long_has_its_length_in_the_detail(planned: PlanResult, tmp_path: Path) -> None:
     config = planned.request.config.with_changes(pack_size=100)
     small = make_plan(replace(planned.request, config=config), planned.opened)
-    report = plan_report(small, estimates=False)
+    report = plan_report(small)
     save_plan(small, report, tmp_path / "small.phplan")
     unsaved = PlanViewer(make_saved_plan(small, report), small.opened)
     reopened = PlanViewer.open(str(tmp_path / "small.phplan"))
@@ -93,14 +91,14 @@ def test_a_row_that_is_too_long_has_its_length_in_the_detail(planned: PlanResult
 
 @pytest.mark.parametrize("key", BROKEN)
 def test_a_broken_row_is_two_links_from_the_overview(app: Any, key: str) -> None:
-    (reason,) = re.findall(rf'href="(/problems\?reason={BROKEN[key]})"', ask(app, "/").text)
+    (reason,) = re.findall(rf'href="(/rows\?reason={BROKEN[key]})"', ask(app, "/").text)
     page = ask(app, reason).text
     (row,) = re.findall(rf'href="(/row/\d+)"[^>]*>{key}<', page)
     name, number = key.split("/")
     assert f"{name}.jsonl:{int(number) + 1} " in page
     shown = ask(app, row).text
     assert BROKEN[key].replace("_", " ") in shown
-    assert "in no pack" in shown
+    assert re.search(r"data-outcome>not trained</b>, in no pack", shown)
 
 
 def test_a_row_that_is_not_json_is_shown_as_raw_text(app: Any, viewer: PlanViewer) -> None:
@@ -124,7 +122,7 @@ def test_details_of_ledger_entries_are_escaped(planned: PlanResult) -> None:
     ledger.record(bad)
     viewer = PlanViewer.open(_save(planned))
     app = make_app(PlanViewer(viewer.saved, None, ledger))
-    for target in ("/problems", "/row/1", f"/pack/{int(viewer.pack_of[1])}"):
+    for target in ("/rows", "/row/1", f"/pack/{int(viewer.pack_of[1])}"):
         page = ask(app, target).text
         assert "<b>bold" not in page
         assert "&lt;b&gt;bold&lt;/b&gt;" in page
@@ -132,7 +130,7 @@ def test_details_of_ledger_entries_are_escaped(planned: PlanResult) -> None:
 
 def _save(planned: PlanResult) -> str:
     path = Path(planned.request.config.data).parent / "saved.phplan"
-    save_plan(planned, plan_report(planned, estimates=False), path)
+    save_plan(planned, plan_report(planned), path)
     return str(path)
 
 
@@ -164,8 +162,8 @@ def test_an_image_that_cannot_be_decoded_is_marked_after_its_page_was_shown(
     assert "not in the pack" in page
     assert ask(app, f"/media/{CUT}/0").status == 404
     assert "broken media" in ask(app, "/").text
-    assert numbers(ask(app, "/packs?error=broken_media").text)["found"] == "1"
-    assert f'href="/pack/{pack}"' in ask(app, "/packs?error=any").text
+    assert numbers(ask(app, "/packs?reason=broken_media").text)["found"] == "1"
+    assert f'href="/pack/{pack}"' in ask(app, "/packs?reason=any").text
 
 
 def test_a_pack_has_the_tokens_that_were_planned(app: Any, viewer: PlanViewer) -> None:
@@ -199,7 +197,11 @@ def test_a_number_with_thousands_of_digits_is_not_found(app: Any, path: str, dig
 
 def test_a_query_or_a_key_with_thousands_of_digits_shows_a_page(app: Any) -> None:
     many = "9" * 5000
-    for target in (f"/packs?page={many}&least={many}", f"/problems?page={many}"):
+    for target in (
+        f"/packs?page={many}&least={many}",
+        f"/rows?page={many}",
+        f"/steps?page={many}&rank={many}",
+    ):
         assert ask(app, target).status == 200
     for query in (f"charts/{many}", f"charts/0#{many}", many):
         assert ask(app, f"/search?q={query}&from={many}".replace("#", "%23")).status == 200
@@ -211,7 +213,8 @@ def test_a_query_or_a_key_with_thousands_of_digits_shows_a_page(app: Any) -> Non
 )
 def test_an_invalid_query_shows_the_list(app: Any, query: str) -> None:
     assert ask(app, f"/packs?{query}").status == 200
-    assert ask(app, f"/problems?{query}").status == 200
+    assert ask(app, f"/rows?{query}").status == 200
+    assert ask(app, f"/steps?{query}").status == 200
 
 
 def test_packs_are_filtered_by_dataset_fill_and_media(app: Any, viewer: PlanViewer) -> None:
@@ -229,7 +232,7 @@ def test_packs_are_filtered_by_dataset_fill_and_media(app: Any, viewer: PlanView
     videos = {pack for pack in packs if "clips" in datasets[pack]}
     assert list_packs("media=video") == videos
     assert list_packs("media=none") == {pack for pack in packs if datasets[pack] == {"chats"}}
-    assert list_packs("error=any") == set()
+    assert list_packs("reason=any") == set()
 
 
 def test_packs_are_sorted_in_both_directions(app: Any, viewer: PlanViewer) -> None:
@@ -279,10 +282,12 @@ def test_ledgers_of_a_run_are_shown_with_their_rows(planned: PlanResult, tmp_pat
     ledger.save(tmp_path / "rank0.jsonl")
     viewer = PlanViewer.open(_save(planned), ledger=tmp_path)
     app = make_app(viewer)
-    assert "cut here" in ask(app, "/problems?reason=truncated").text
-    assert "coco/3" in ask(app, "/problems").text
+    assert "cut here" in ask(app, "/rows?reason=truncated").text
+    assert "coco/3" in ask(app, "/rows").text
     pack = int(viewer.pack_of[CHATS + 7])
-    assert re.findall(r'href="/pack/(\d+)" data-item', ask(app, "/packs?error=truncated").text) == [str(pack)]
+    assert re.findall(r'href="/pack/(\d+)" data-item', ask(app, "/packs?reason=truncated").text) == [
+        str(pack)
+    ]
 
 
 def test_a_plan_moved_together_with_its_data_still_opens(
@@ -304,7 +309,8 @@ def test_a_plan_moved_together_with_its_data_still_opens(
 
 def test_without_its_processor_a_plan_opens_but_its_rows_cannot_be_shown(plan_file: Path) -> None:
     app = make_app(PlanViewer.open(str(plan_file), processor="./gone"))
-    assert ask(app, "/").status == ask(app, "/packs").status == ask(app, "/problems").status == 200
+    assert ask(app, "/").status == ask(app, "/packs").status == ask(app, "/rows").status == 200
+    assert Image.open(io.BytesIO(ask(app, "/thumbnails?rows=0").body)).width > 0, "an empty image"
     rejected = ask(app, "/pack/0")
     assert rejected.status == 503
     assert "processor ./gone: no such folder" in rejected.text
@@ -332,7 +338,7 @@ def test_a_plan_of_other_data_is_rejected(planned: PlanResult, tmp_path: Path) -
             planned.request.processor,
         )
     )
-    save_plan(made, plan_report(made, estimates=False), tmp_path / "grown" / "made.phplan")
+    save_plan(made, plan_report(made), tmp_path / "grown" / "made.phplan")
     with open(tmp_path / "grown" / "chats.jsonl", "a") as file:
         file.write('{"messages": []}\n')
     with pytest.raises(ConfigError, match=r"24 rows.*now has 25: run `packhorse plan` again"):

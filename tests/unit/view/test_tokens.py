@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from contract.processors import FAMILIES, processor
+from contract.processors import FAMILIES, build, processor
 from packhorse.chat import IGNORE_INDEX
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.formats.conversation import parse_conversation
@@ -54,6 +54,20 @@ def test_runs_cover_every_token_once_and_mark_supervised_tokens(name: str) -> No
         inside = labels[run.start : run.start + run.count]
         assert {label != IGNORE_INDEX for label in inside} == {run.supervised}
     assert [run.label_only for run in runs] == [False] * (len(runs) - 1) + [True]
+
+
+def test_texts_after_an_answer_that_the_template_rewrites_have_their_roles() -> None:
+    made = build("qwen2_vl")
+    written = "{{ part['text'] if message['role'] == 'user' else part['text'] | upper }}"
+    made.chat_template = made.chat_template.replace("{{ part['text'] }}", written)
+    samples = PreTokenizedDatasetWrapper([ROW], made, inject_fake_images=False, on_bad="raise")
+    ids = samples[0]["input_ids"].tolist()
+    roles = find_roles(samples.encoder, parse_conversation(ROW), ids)
+    of_user = [token for token, role in zip(ids, roles, strict=True) if role == "user"]
+    said = samples.encoder.tokenizer.decode(of_user)
+    assert "Does the user say assistant?" in said
+    assert "And now?" in said
+    assert "ONLY THE ASSISTANT DOES." in samples.encoder.tokenizer.decode(ids)
 
 
 def test_a_media_item_is_one_run(tmp_path: Path) -> None:

@@ -50,9 +50,14 @@ def test_every_row_is_found_by_its_key_for_any_sample_ratio(tmp_path: Path, rati
 def test_a_truncated_row_is_marked(tmp_path: Path, saved: str) -> None:
     meta = write_chats(tmp_path, 3)
     write_rows(tmp_path / "chats.jsonl", [chat("Why?", "So."), chat("Why?", "so " * 300)])
-    app = make_app(make_viewer(meta, saved, pack_size=256, on_overlong="truncate"))
+    viewer = make_viewer(meta, saved, pack_size=256, on_overlong="truncate")
+    app = make_app(viewer)
+    listed = ask(app, "/rows?outcome=trained%2C+changed&reason=truncated").text
+    assert re.findall(r"data-item>([\w/]+)<", listed) == ["chats/1"], "known before the row is encoded"
+    assert "tokens, more than the 256 of a pack" in listed
     page = ask(app, "/pack/0").text
-    assert '<span class="mark">truncated</span>' in page
+    assert re.search(r'<span class="mark ">trained, changed</span>', page)
+    assert page.count('<span class="mark">truncated</span>') == 1
     assert "the first answer was cut" in page
     assert "256 tokens" in page
 
@@ -81,8 +86,9 @@ def test_a_dataset_without_a_valid_row_is_shown(tmp_path: Path, saved: str) -> N
     for target in (
         "/",
         "/packs",
-        "/packs?sort=cost&dataset=chats&error=any",
-        "/problems",
+        "/packs?sort=cost&dataset=chats&reason=any",
+        "/rows",
+        "/steps",
         "/row/0",
         "/search?q=3",
     ):
@@ -98,10 +104,10 @@ def test_the_name_of_a_dataset_is_escaped_on_every_page(tmp_path: Path, saved: s
     write_rows(tmp_path / "chats.jsonl", [chat("Why?", "So."), "{"])
     meta = write_meta(tmp_path, {name: {"file_name": "chats.jsonl"}})
     app = make_app(make_viewer(meta, saved, pack_size=256))
-    targets = ("/", "/packs", "/pack/0", "/row/1", "/problems", "/search?q=why", "/search?q=0")
+    targets = ("/", "/packs", "/pack/0", "/row/1", "/rows", "/steps", "/search?q=why", "/search?q=0")
     echoed = (
-        f"/problems?reason={name}&dataset={name}",
-        f"/packs?dataset={name}&error={name}",
+        f"/rows?outcome={name}&reason={name}&dataset={name}",
+        f"/packs?dataset={name}&reason={name}",
         f"/search?q={name}",
     )
     for target in (*targets, *echoed):
@@ -191,7 +197,7 @@ def test_data_that_moved_is_named_in_the_error(tmp_path: Path, saved: str) -> No
     meta = write_chats(tmp_path / "data", 3)
     planned = make_plan(PlanRequest(LoaderConfig(data=str(meta), pack_size=256), saved))
     plan = tmp_path / "plan.phplan"
-    save_plan(planned, plan_report(planned, estimates=False), plan)
+    save_plan(planned, plan_report(planned), plan)
     (tmp_path / "data").rename(tmp_path / "away")
     with pytest.raises((ConfigError, OSError), match=r"meta\.json"):
         PlanViewer.open(str(plan))

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import io
 import wave
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw, ImageOps
 
-from packhorse.errors import BadSample
-from packhorse.media import VideoFrames, load_media
+from packhorse.errors import BadSample, MissingDependency, data_errors
+from packhorse.media import VideoFrames, VideoSampling, load_media
 from packhorse.tools.view.row_encoder import RowEncoder
 from packhorse.types import MediaRef
 
@@ -22,6 +24,10 @@ MAX_FRAMES = 8
 """How many frames of a video are shown, evenly spaced."""
 
 _MAX_LOSSLESS = 512 * 512  # pixels of an image that is sent as PNG
+_MAX_TILES = 4  # images of a pack in a list
+_TILE = 64  # width and height in pixels
+_TILE_GAP = 6
+_TILE_PAPER = (128, 128, 128, 60)  # visible on a light and on a dark page
 
 
 class EncodedMedia(NamedTuple):
@@ -37,6 +43,7 @@ class MediaPreviews:
     def __init__(self, encoder: RowEncoder) -> None:
         self.encoder = encoder
         self._video = lru_cache(maxsize=16)(self._load_video)
+        self.thumbnails = lru_cache(maxsize=512)(self._make_thumbnails)
 
     def get(self, row: int, number: int) -> EncodedMedia:
         """Return an image or an audio clip; raise ``LookupError`` if there is none of this number."""
@@ -57,6 +64,26 @@ class MediaPreviews:
         """Return the n-th of the :meth:`frames` that are shown."""
         return self._video(row, number)[1][frame]
 
+    def _make_thumbnails(self, rows: tuple[int, ...]) -> EncodedMedia:
+        """Return the first images and video frames of some rows, as one small image."""
+        tiles: list[Image.Image | None] = []
+        for row in rows:
+            with data_errors():
+                for ref in self.encoder.conversation(row).media:
+                    if ref.kind != "audio" and len(tiles) < _MAX_TILES:
+                        tiles.append(self._make_tile(ref))
+        return join_tiles(tiles)
+
+    def _make_tile(self, ref: MediaRef) -> Image.Image | None:
+        """Return a small image of a media item; None if it cannot be decoded."""
+        with data_errors(), suppress(MissingDependency):
+            item = load_media(ref, sampling=VideoSampling(num_frames=1))
+            if isinstance(item, VideoFrames):
+                item = Image.fromarray(item.frames[0])
+            assert isinstance(item, Image.Image)
+            return ImageOps.contain(item.convert("RGB"), (_TILE, _TILE))
+        return None
+
     def _ref(self, row: int, number: int) -> MediaRef:
         media = self.encoder.conversation(row).media
         if not 0 <= number < len(media):
@@ -73,6 +100,25 @@ class MediaPreviews:
         shown = np.unique(np.linspace(0, total - 1, min(total, MAX_FRAMES)).astype(int)).tolist()
         indices = tuple(int(video.metadata.frames_indices[n]) for n in shown)
         return indices, [encode_image(Image.fromarray(video.frames[n])) for n in shown]
+
+
+def join_tiles(tiles: Sequence[Image.Image | None]) -> EncodedMedia:
+    """Draw small images next to each other; a crossed square for one that is missing."""
+    step = _TILE + _TILE_GAP
+    joined = Image.new("RGBA", (step * max(1, len(tiles)) - _TILE_GAP, _TILE))
+    draw = ImageDraw.Draw(joined)
+    for number, tile in enumerate(tiles):
+        x = number * step
+        corners = ((x, 0), (x + _TILE - 1, _TILE - 1))
+        if tile is None:
+            draw.rectangle(corners, outline="#a13d2d", width=2)
+            draw.line(corners, fill="#a13d2d", width=2)
+        else:
+            draw.rectangle(corners, fill=_TILE_PAPER)
+            joined.paste(tile, (x + (_TILE - tile.width) // 2, (_TILE - tile.height) // 2))
+    out = io.BytesIO()
+    joined.save(out, "PNG")
+    return EncodedMedia(out.getvalue(), "image/png")
 
 
 def encode_image(image: Image.Image) -> EncodedMedia:

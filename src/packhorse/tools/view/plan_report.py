@@ -15,11 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.count.columns import Distribution
-from packhorse.formats.estimate import image_config, video_config
 from packhorse.loader.epoch_stats import exceeds_share
-from packhorse.plan.lengths import estimated_lengths
 from packhorse.plan.pack_plan import PackPlan
-from packhorse.plan.planning import plan_packs
 from packhorse.plan.schedule import (
     BatchLayout,
     Packs,
@@ -29,13 +26,13 @@ from packhorse.plan.schedule import (
     random_generator,
     schedule_packs,
 )
+from packhorse.tools.baselines import compare_baselines
 from packhorse.tools.view.saved_plan import PlanRequest, PlanResult, make_plan
 from packhorse.types import MEDIA_KINDS, Drop, Integers
-from packhorse.utils.progress import OnProgress, Progress
 
-VERSION = 1
-BATCH_SIZE = 8  # of the padded batches that packs are compared with
-MAX_ESTIMATED = 200_000
+VERSION = 2
+RANKS = 8  # on which methods are compared
+BATCH_SIZE = 8  # rows per rank of the padded batches
 WORLD_SIZES = (1, 8, 64, 512)
 """World sizes whose straggler ratio is printed."""
 
@@ -46,21 +43,8 @@ _MAX_KEYS = 5  # example rows per reason
 _SETTINGS = ("pack_size", "seed", "alignment", "on_overlong", "max_patches", "max_media", "max_documents")
 
 
-def plan_report(
-    planned: PlanResult,
-    *,
-    ranks: Sequence[int] = (),
-    estimates: bool = True,
-    progress: OnProgress | None = None,
-) -> dict[str, Any]:
-    """Return all numbers of a plan as plain values.
-
-    Args:
-        planned: the plan.
-        ranks: additional world sizes for the straggler ratio.
-        estimates: also compare with estimated lengths, which reads rows.
-        progress: called with the number of rows read.
-    """
+def plan_report(planned: PlanResult, *, ranks: Sequence[int] = ()) -> dict[str, Any]:
+    """Return all numbers of a plan as plain values, with the straggler ratio also for ``ranks``."""
     request, plan, counts = planned.request, planned.packs.plan, planned.counts
     config, packed = request.config, np.sort(plan.indices)
     unsupervised = packed[counts.supervised[packed] == 0]
@@ -83,6 +67,7 @@ def plan_report(
         "tokens": int(plan.tokens.sum()),
         "supervised": int(counts.supervised[plan.indices].sum()),
         "fill": plan.fill,
+        "padded_wasted": padded_waste(plan, config.pack_size),
         "documents_per_pack": _summarize(np.diff(plan.offsets)),
         "straggler": stragglers(planned.packs, config.seed, request.epoch, ranks),
         "reasons": _report_reasons(planned.dropped),
@@ -95,19 +80,18 @@ def plan_report(
         "not_drawn": planned.opened.ledger.counts(),
         "datasets": _report_datasets(planned),
         "histograms": _histograms(planned),
-        "padding": padding_report(planned),
-        "estimated": estimate_losses(planned, progress) if estimates else None,
+        "comparison": compare_batches(planned),
     }
 
 
 def sizes_report(request: PlanRequest, sizes: Sequence[int]) -> dict[str, Any]:
     """Return the numbers of the same rows in packs of several sizes, ascending; nothing is saved."""
-    opened, reports = None, []
+    opened, counts, reports = None, None, []
     for size in sorted(sizes):
-        planned = make_plan(replace(request, config=request.config.with_changes(pack_size=size)), opened)
-        opened, plan, padding = planned.opened, planned.packs.plan, padding_report(planned)
-        segments = [ResumeSegment(8, 1, 1, 0)]
-        schedule = PackSchedule(planned.packs, segments, seed=request.config.seed, epoch=request.epoch)
+        resized = replace(request, config=request.config.with_changes(pack_size=size))
+        planned = make_plan(resized, opened, counts)
+        opened, counts = planned.opened, planned.counts
+        plan, comparison = planned.packs.plan, compare_batches(planned)
         reports.append(
             {
                 "pack_size": size,
@@ -117,98 +101,78 @@ def sizes_report(request: PlanRequest, sizes: Sequence[int]) -> dict[str, Any]:
                 "packed": len(plan.indices),
                 "dropped": len(plan.dropped),
                 "too_long": len(plan.dropped_by_reason().get("too_long", ())),
-                "tokens": padding["tokens"],
+                "tokens": comparison["tokens"],
                 "fill": plan.fill,
-                "padded_wasted": padding["packed"]["wasted"],
+                "padded_wasted": padded_waste(plan, size),
                 "documents_per_pack": _summarize(np.diff(plan.offsets)),
-                "straggler_8": schedule.straggler_ratio(),
+                "straggler_8": comparison["packed"]["straggler"],
             }
         )
-    # The rows that fit into the largest packs.
-    shared = {name: padding[name] for name in ("batch_size", "tokens", "random", "by_length")}
     names = {"meta": str(request.config.data), "processor": request.processor_name}
-    return {"version": VERSION, **names, "sizes": reports, "padding": shared}
+    # The rows that fit into the largest packs.
+    return {"version": VERSION, **names, "sizes": reports, "comparison": comparison}
 
 
-def padding_report(planned: PlanResult) -> dict[str, Any]:
-    """Return slots (tokens that the model computes) and the wasted share of them, for the packed rows.
+def compare_batches(planned: PlanResult, ranks: int = RANKS) -> dict[str, Any]:
+    """Return what an epoch of the packed rows costs as planned and in batches of other libraries.
 
-    Batches of ``BATCH_SIZE`` rows are padded to their longest row: rows in random order, and rows sorted by
-    length, which is the best that padding can do. ``packed`` are packs padded to the pack size, as with
-    ``pad_to_size=True``; ``packed_unpadded`` end with their last sample, as the loader yields them.
+    For each method: ``steps``, ``slots`` (tokens that the model computes), ``wasted`` (the share of them that
+    is padding), ``fill`` (of packs), ``straggler`` and ``time``, the sum over the steps of the cost of the
+    slowest rank, relative to the plan's.
     """
-    plan, config = planned.packs.plan, planned.request.config
-    lengths = planned.planner.lengths[plan.indices]
-    tokens = int(lengths.sum())
-    slots = {
-        "random": padded_slots(random_generator(config.seed).permutation(lengths), BATCH_SIZE),
-        "by_length": padded_slots(np.sort(lengths)[::-1], BATCH_SIZE),
-        "packed": len(plan) * config.pack_size,
-        "packed_unpadded": int((lengths + -lengths % config.alignment).sum()),
+    plan, planner, request = planned.packs.plan, planned.planner, planned.request
+    lengths, costs = planner.lengths[plan.indices], planner.sample_info.costs[plan.indices]
+    segments = [ResumeSegment(ranks, 1, 1, 0)]
+    schedule = PackSchedule(planned.packs, segments, seed=request.config.seed, epoch=request.epoch)
+    cost = float(schedule.rank_costs().max(axis=1).sum())
+    slots, tokens = int((lengths + -lengths % request.config.alignment).sum()), int(lengths.sum())
+    ratio = schedule.straggler_ratio()
+    planned_report = {
+        "slots": slots,
+        "fill": plan.fill,
+        "steps": len(schedule),
+        "straggler": ratio,
+        "cost": cost,
     }
+    others = compare_baselines(
+        lengths,
+        costs,
+        planner.weights,
+        pack_size=request.config.pack_size,
+        batch_size=BATCH_SIZE,
+        ranks=ranks,
+        draw=random_generator(request.config.seed),
+    )
     methods = {
-        name: {"slots": total, "wasted": 1 - tokens / total if total else 0.0}
-        for name, total in slots.items()
+        name: {
+            "steps": report["steps"],
+            "slots": report["slots"],
+            "wasted": 1 - tokens / report["slots"] if report["slots"] else 0.0,
+            "fill": report.get("fill"),
+            "straggler": report["straggler"],
+            "time": report["cost"] / cost if cost else 1.0,
+        }
+        for name, report in {"packed": planned_report, **others}.items()
     }
-    return {"batch_size": BATCH_SIZE, "tokens": tokens, **methods}
+    return {"ranks": ranks, "batch_size": BATCH_SIZE, "tokens": tokens, **methods}
 
 
-def padded_slots(lengths: Integers, batch_size: int) -> int:
-    """Return the tokens of all batches if each is padded to its longest row."""
-    if not len(lengths):
-        return 0
-    starts = np.arange(0, len(lengths), batch_size)
-    sizes = np.diff(np.append(starts, len(lengths)))
-    return int((np.maximum.reduceat(lengths, starts) * sizes).sum())
-
-
-def estimate_losses(
-    planned: PlanResult, progress: OnProgress | None = None, limit: int = MAX_ESTIMATED
-) -> dict[str, Any]:
-    """Return how many packed rows are lost if packs are planned by estimated lengths and overflow is dropped.
-
-    Compares at most ``limit`` rows, evenly spaced. ``lost_overflow`` are rows whose pack was already full,
-    ``lost_too_long`` rows estimated longer than a pack; errors of the estimates are in tokens.
-    """
-    rows = np.sort(planned.packs.plan.indices).astype(np.int64)
-    if len(rows) > limit:
-        rows = rows[np.linspace(0, len(rows) - 1, limit).astype(np.int64)]
-    report = progress or Progress("estimating lengths")
-    processor, dataset = planned.opened.processor, planned.opened.dataset
-    configs = image_config(processor), video_config(processor)
-    estimates = estimated_lengths(dataset, rows, *configs, lambda done: report(done, len(rows))).tokens - 1
-    capacity = planned.planner.capacity
-    lengths = planned.planner.lengths[rows]
-    plan = plan_packs(np.maximum(estimates, 1), capacity, seed=planned.request.config.seed)
-    overflow = find_overflow(plan, lengths, capacity)
-    lost = np.zeros(len(rows), bool)
-    lost[overflow] = lost[plan.dropped] = True
-    errors = np.abs(estimates - lengths)
-    slots = capacity * len(plan)
-    return {
-        "rows": len(rows),
-        "packs": len(plan),
-        "lost_overflow": len(overflow),
-        "lost_too_long": len(plan.dropped),
-        "lost": int(lost.sum()),
-        "lost_share": float(lost.mean()) if len(rows) else 0.0,
-        "fill": float(lengths[~lost].sum()) / slots if slots else 0.0,
-        "error_mean": float(errors.mean()) if len(rows) else 0.0,
-        "error_p99": Distribution.of(errors).percentile(99),
+def compared_methods(report: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the methods of :func:`compare_batches` with their descriptions."""
+    comparison = report["comparison"]
+    padded = f"batches of {comparison['batch_size']}, padded"
+    texts = {
+        "packed": "these packs",
+        "random": f"random {padded}",
+        "length_grouped": f"length-grouped {padded} (transformers)",
+        "trl": f"packs of {report['pack_size']:,}, best fit (TRL bfd)",
     }
+    return [(text, comparison[name]) for name, text in texts.items()]
 
 
-def find_overflow(plan: PackPlan, lengths: Integers, capacity: int) -> list[int]:
-    """Return the samples that do not fit if each pack takes its samples in order as long as they fit."""
-    overflow: list[int] = []
-    for pack in np.flatnonzero(plan.sums(lengths) > capacity).tolist():
-        used = 0
-        for sample in plan[pack].tolist():
-            if used + int(lengths[sample]) > capacity:
-                overflow.append(sample)
-            else:
-                used += int(lengths[sample])
-    return overflow
+def padded_waste(plan: PackPlan, pack_size: int) -> float:
+    """Return the wasted share if every pack is padded to its size, as with ``pad_to_size=True``."""
+    return 1 - int(plan.tokens.sum()) / (len(plan) * pack_size) if len(plan) else 0.0
 
 
 def bad_rows_warning(report: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The data of the viewer's pages: the plan, its rows, the drops of each row, and search.
+"""The data of the viewer's pages: the plan, its rows and steps, the outcome of each row, and search.
 
 Opening maps the plan and opens the data files (milliseconds each). The processor takes seconds to import, so
 it is opened in the background, or when the first page needs it.
@@ -13,19 +13,24 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from packhorse.count.sidecar import counts_of
+from packhorse.distributed import Collectives
 from packhorse.errors import BadSample, ConfigError
-from packhorse.formats.meta import MetaDataset, Source, read_meta
-from packhorse.ledger import Ledger, read_ledgers
+from packhorse.formats.meta import MetaDataset, Source, is_data_file, read_meta
+from packhorse.ledger import GONE, Ledger, read_ledgers
 from packhorse.loader.build import make_packer
 from packhorse.loader.config import LoaderConfig
-from packhorse.loader.startup import OpenedData, encoding_dataset, open_rows
+from packhorse.loader.planner import Planner
+from packhorse.loader.startup import OpenedData, encoding_dataset, open_dataset, start_up
 from packhorse.plan.pack_plan import DROP_REASONS
+from packhorse.plan.schedule import BatchLayout, Packs, PackSchedule, ResumeSegment
 from packhorse.rows.row_files import JsonRows
 from packhorse.tools.view.plan_report import plan_report
 from packhorse.tools.view.row_encoder import RowEncoder
@@ -37,16 +42,28 @@ from packhorse.tools.view.saved_plan import (
     open_request,
     open_saved_plan,
 )
-from packhorse.types import Drop, Integers, Reason, mask_secrets
+from packhorse.types import Drop, Integers, Reason, World, mask_secrets
 
 _MAX_DIGITS = 18  # Python does not convert a string of thousands of digits
 _MAX_RAW_BYTES = 100_000  # of a row that are shown
 _NOT_IN_MIXTURE = ("not_sampled", "left_over")  # drops of rows that are no examples of this mixture
 
+OUTCOMES = ("trained", "trained, changed", "not trained")
+"""What becomes of a row: trained as it is in its file, trained after a change, or not trained."""
+TRAINED, CHANGED, NOT_TRAINED = range(3)
+
 SEARCH_SECONDS = 1.5
 MAX_HITS = 50
 _SEARCH_BLOCK = 256  # rows read at a time
 _CONTEXT = 60  # characters shown on each side of a match
+
+
+class EpochSchedule(NamedTuple):
+    """The steps of an epoch, with the mean straggler ratio and the mean cost of a pack."""
+
+    steps: PackSchedule
+    straggler_ratio: float
+    mean_cost: float
 
 
 class RowFinder:
@@ -98,20 +115,26 @@ class PlanViewer:
         saved: the plan and what it was made from.
         opened: rows, processor and model, if they are open already.
         ledger: entries of a run, shown with the rows.
+        planner: what made the plan, if it is open already.
 
     Attributes:
         names: the dataset names, in order.
+        outcomes: what becomes of each row, as a position in ``OUTCOMES``.
         marks: drops found by ledgers and by this viewer, by sample index.
         unmatched: ledger entries whose key is not in this mixture.
     """
 
     def __init__(
-        self, saved: SavedPlan, opened: OpenedData | None = None, ledger: Ledger | None = None
+        self,
+        saved: SavedPlan,
+        opened: OpenedData | None = None,
+        ledger: Ledger | None = None,
+        planner: Planner | None = None,
     ) -> None:
         self.saved, self.plan, self.report = saved, saved.plan, saved.report
         config = saved.request.config
         self.dataset: MetaDataset = (
-            open_rows(config.data, config.dataset_names, Ledger()) if opened is None else opened.dataset
+            open_dataset(config.data, config.dataset_names, Ledger()) if opened is None else opened.dataset
         )
         if len(self.dataset) != self.plan.samples:
             raise ConfigError(
@@ -122,8 +145,14 @@ class PlanViewer:
         self._starts = np.cumsum([0, *self.dataset.lengths().values()])
         self._opened = opened
         self._encoder: RowEncoder | None = None
-        self._open_lock, self._mark_lock = threading.Lock(), threading.Lock()
+        self._planner = planner
+        self._open_lock, self._mark_lock = threading.RLock(), threading.Lock()
+        self._packs = lru_cache(maxsize=2)(self._make_packs)
+        self._schedule = lru_cache(maxsize=4)(self._make_schedule)
         self.finder = RowFinder(self.dataset)
+        self.outcomes = np.zeros(len(self.dataset), np.uint8)
+        self.outcomes[list(saved.truncated)] = CHANGED
+        self.outcomes[self.plan.dropped] = NOT_TRAINED
         self.marks: dict[int, list[Drop]] = defaultdict(list)
         self.unmatched: list[Drop] = []
         drops = [drop for drop in ledger or () if drop.reason not in _NOT_IN_MIXTURE]
@@ -132,8 +161,11 @@ class PlanViewer:
             index = self.finder.find(drop.key)
             if index is None:
                 self.unmatched.append(drop)
-            else:
-                self.mark(index, [drop])
+                continue
+            (location,) = self.dataset.locations([index])  # pages show it next to the detail
+            drop = replace(drop, detail=drop.detail.removesuffix(f"; {location}"))
+            if not any(_is_duplicate(drop, known) for known in self.marks.get(index, ())):
+                self._add(index, drop)
 
     @classmethod
     def open(
@@ -155,11 +187,21 @@ class PlanViewer:
         if _is_plan(source):
             return cls(open_saved_plan(source, processor, trust_remote_code), None, entries)
         if processor is None:
-            read_meta(source)  # raises if it is no meta file either
-            raise ConfigError(f"{source} is a meta file: pass --processor to plan it first")
+            read_meta(source)  # raises if it has no datasets either
+            kind = "a data file" if is_data_file(source) else "a meta file"
+            raise ConfigError(f"{source} is {kind}: pass --processor to plan it first")
         config = LoaderConfig(data=source, pack_size=pack_size)
         planned = make_plan(PlanRequest(config, processor, trust_remote_code=trust_remote_code))
-        return cls(make_saved_plan(planned, plan_report(planned)), planned.opened, entries)
+        saved = make_saved_plan(planned, plan_report(planned))
+        return cls(saved, planned.opened, entries, planned.planner)
+
+    @property
+    def opened(self) -> OpenedData:
+        """Rows, processor and model; the first use opens the processor."""
+        with self._open_lock:
+            if self._opened is None:
+                self._opened = open_request(self.saved.request)
+            return self._opened
 
     @property
     def encoder(self) -> RowEncoder:
@@ -170,10 +212,56 @@ class PlanViewer:
         """
         with self._open_lock:
             if self._encoder is None:
-                opened, config = self._opened or open_request(self.saved.request), self.saved.request.config
-                samples = encoding_dataset(config, opened, self.plan.capacity)
-                self._encoder = RowEncoder(samples, make_packer(config, samples, opened.model))
+                config = self.saved.request.config
+                samples = encoding_dataset(config, self.opened, self.plan.capacity)
+                self._encoder = RowEncoder(samples, make_packer(config, samples, self.opened.model))
             return self._encoder
+
+    # Steps.
+
+    @property
+    def planner(self) -> Planner:
+        """The loader's planner; the first use reads the counts of all rows.
+
+        Raises:
+            ConfigError: the counts are missing, or belong to another plan.
+        """
+        with self._open_lock:
+            if self._planner is None:
+                config, counts = self.saved.request.config, counts_of(self.dataset, self.opened.encoder)
+                if counts is None:
+                    raise ConfigError(
+                        f"the token counts of {config.data} are missing or out of date: run `packhorse plan` "
+                        "again"
+                    )
+                planner = start_up(config, self.opened, Collectives(World()), counts).planner
+                if planner.name != self.report["name"]:
+                    raise ConfigError(
+                        f"the data, the processor or the model have changed since the plan was made (plan "
+                        f"{self.report['name']}, now {planner.name}): run `packhorse plan` again"
+                    )
+                self._planner = planner
+            return self._planner
+
+    def packs(self, epoch: int) -> Packs:
+        """Return the packs of an epoch; another epoch than the plan's is planned now, as the loader does."""
+        with self._open_lock:
+            return self._packs(epoch)
+
+    def schedule(self, layout: BatchLayout, epoch: int) -> EpochSchedule:
+        """Return the steps of an epoch, as a loader with this layout delivers them."""
+        with self._open_lock:
+            return self._schedule(layout, epoch)
+
+    def _make_packs(self, epoch: int) -> Packs:
+        plan = self.plan if epoch == self.report["epoch"] else self.planner.plan(epoch)
+        return Packs(plan, self.planner.sample_info)
+
+    def _make_schedule(self, layout: BatchLayout, epoch: int) -> EpochSchedule:
+        packs, seed = self.packs(epoch), self.saved.request.config.seed
+        schedule = PackSchedule(packs, [ResumeSegment(*layout, 0)], seed=seed, epoch=epoch)
+        mean = float(packs.costs.mean()) if len(packs.costs) else 1.0
+        return EpochSchedule(schedule, schedule.straggler_ratio(), mean)
 
     def warm_up(self, delay: float = 2.0) -> None:
         """Open the processor in the background, so that the first pack does not wait for it.
@@ -226,15 +314,18 @@ class PlanViewer:
     # Drops.
 
     def plan_drop(self, index: int) -> Drop | None:
-        """Return why a row is in no pack, or None if it is in one."""
+        """Return why the plan drops or truncates a row, or None."""
+        key, dataset = self.key(index), self.dataset_name(index)
         position = int(np.searchsorted(self.plan.dropped, index))
         if position == len(self.plan.dropped) or int(self.plan.dropped[position]) != index:
-            return None
+            if index not in self.saved.truncated:
+                return None
+            return Drop(key, "plan", "truncated", self.saved.detail(index, "truncated"), "cut", dataset)
         bad = self.saved.bad.get(index)
         code = int(self.plan.drop_codes[position])
         reason: Reason = DROP_REASONS[code] if bad is None else bad[0]  # type: ignore[assignment]
         detail = self.saved.detail(index, reason) if bad is None else bad[1]
-        return Drop(self.key(index), "plan", reason, detail, dataset=self.dataset_name(index))
+        return Drop(key, "plan", reason, detail, dataset=dataset)
 
     @cached_property
     def _plan_reasons(self) -> npt.NDArray[np.object_]:
@@ -245,38 +336,62 @@ class PlanViewer:
             reasons[np.searchsorted(self.plan.dropped, bad)] = [why for why, _ in self.saved.bad.values()]
         return reasons
 
-    def reasons(self) -> list[tuple[str, int, int]]:
-        """Return (reason, rows in no pack, marked rows in a pack), the most frequent reason first."""
-        dropped = Counter(self._plan_reasons.tolist())
-        marked = Counter(
-            reason
-            for index, drops in list(self.marks.items())
-            if self.pack_of[index] >= 0
-            for reason in {drop.reason for drop in drops}
-        )
-        names = sorted({*dropped, *marked}, key=lambda name: (-dropped[name] - marked[name], name))
-        return [(name, dropped[name], marked[name]) for name in names]
-
-    def problems(self, reason: str = "", dataset: str = "") -> list[int]:
-        """Return the dropped or marked rows in order, optionally of one reason or one dataset."""
-        dropped = self.plan.dropped[self._plan_reasons == reason] if reason else self.plan.dropped
-        marked = [
-            index
-            for index, drops in list(self.marks.items())
-            if not reason or any(drop.reason == reason for drop in drops)
-        ]
-        rows = np.union1d(np.asarray(dropped, np.int64), np.asarray(marked, np.int64))
-        if dataset in self.names:
-            rows = rows[self.dataset_ids(rows) == self.names.index(dataset)]
-        indices: list[int] = rows.tolist()
-        return indices
-
     def drops(self, index: int) -> list[Drop]:
-        """Return all drops of a row: why it is in no pack, then ledger entries with other reasons."""
-        planned = self.plan_drop(index)
-        if planned is None:
-            return list(self.marks.get(index, ()))
-        return [planned, *(drop for drop in self.marks.get(index, ()) if drop.reason != planned.reason)]
+        """Return all drops of a row, those that decide its outcome first."""
+        planned, marks = self.plan_drop(index), list(self.marks.get(index, ()))
+        if planned is not None and planned.reason not in {drop.reason for drop in marks}:
+            marks.insert(0, planned)
+        return sorted(marks, key=_outcome_of, reverse=True)
+
+    def outcome(self, index: int) -> str:
+        """Return what becomes of a row, one of the ``OUTCOMES``."""
+        return OUTCOMES[self.outcomes[index]]
+
+    def reason(self, index: int) -> str:
+        """Return the reason of a row's outcome; empty for a row that is trained as it is in its file."""
+        drops = self.drops(index)
+        return drops[0].reason if drops else ""
+
+    def _listed_in_packs(self) -> list[int]:
+        """Return the rows in a pack that have a drop."""
+        return [row for row in {*self.saved.truncated, *list(self.marks)} if self.pack_of[row] >= 0]
+
+    def totals(self) -> dict[str, int]:
+        """Return the number of rows with each outcome."""
+        return dict(zip(OUTCOMES, _count_outcomes(self.outcomes), strict=True))
+
+    def totals_by_dataset(self) -> dict[str, list[int]]:
+        """Return the number of rows of each dataset with each of the ``OUTCOMES``."""
+        parts = np.split(self.outcomes, self._starts[1:-1])
+        return dict(zip(self.names, map(_count_outcomes, parts), strict=True))
+
+    def reasons(self) -> dict[str, list[int]]:
+        """Return the number of rows with each of the ``OUTCOMES`` by reason, the most frequent first.
+
+        A row counts once, with the reason of its outcome.
+        """
+        counts: dict[str, list[int]] = defaultdict(lambda: [0] * len(OUTCOMES))
+        for reason, rows in Counter(self._plan_reasons.tolist()).items():
+            counts[reason][NOT_TRAINED] = rows
+        for row in self._listed_in_packs():
+            counts[self.reason(row)][self.outcomes[row]] += 1
+        return dict(sorted(counts.items(), key=lambda item: (-sum(item[1]), item[0])))
+
+    def rows(self, outcome: str = "", reason: str = "", dataset: str = "") -> Integers:
+        """Return the rows with an outcome, with a reason and of a dataset, in order; ``""`` is any."""
+        first, end = 0, len(self)
+        if dataset:
+            number = self.names.index(dataset) if dataset in self.names else -1
+            first, end = (int(self._starts[number]), int(self._starts[number + 1])) if number >= 0 else (0, 0)
+        if reason:
+            dropped = np.asarray(self.plan.dropped[self._plan_reasons == reason], np.int64)
+            marked = [row for row in self._listed_in_packs() if self.reason(row) == reason]
+            rows = np.union1d(dropped, np.asarray(marked, np.int64))
+            rows = rows[(rows >= first) & (rows < end)]
+            return rows[self.outcomes[rows] == OUTCOMES.index(outcome)] if outcome in OUTCOMES else rows
+        if outcome in OUTCOMES:
+            return first + np.flatnonzero(self.outcomes[first:end] == OUTCOMES.index(outcome))
+        return np.arange(first, end)
 
     def unmatched_warning(self) -> str:
         """Return a warning if ledger entries name rows that this data does not have, else an empty string."""
@@ -289,11 +404,28 @@ class PlanViewer:
         )
 
     def mark(self, index: int, drops: Sequence[Drop]) -> None:
-        """Add drops to a row, without duplicates."""
+        """Add drops that this viewer found in a row, except those whose reason is known already."""
         with self._mark_lock:
+            known = {drop.reason for drop in self.marks.get(index, ())}
             for drop in drops:
-                if not any(_is_duplicate(drop, known) for known in self.marks.get(index, ())):
-                    self.marks[index].append(drop)
+                if drop.reason not in known:
+                    self._add(index, drop)
+
+    def _add(self, index: int, drop: Drop) -> None:
+        self.marks[index].append(drop)
+        self.outcomes[index] = max(int(self.outcomes[index]), _outcome_of(drop))
+
+
+def _count_outcomes(outcomes: npt.NDArray[np.uint8]) -> list[int]:
+    """Return the number of rows with each of the ``OUTCOMES``."""
+    return [int(np.count_nonzero(outcomes == position)) for position in range(len(OUTCOMES))]
+
+
+def _outcome_of(drop: Drop) -> int:
+    """Return the position in ``OUTCOMES`` of a row's outcome that a ledger entry implies."""
+    if drop.action in GONE:
+        return NOT_TRAINED
+    return TRAINED if drop.action == "kept" else CHANGED
 
 
 def _is_duplicate(drop: Drop, other: Drop) -> bool:

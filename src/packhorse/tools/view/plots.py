@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import require
+from packhorse.tools.view.saved_plan import shorten
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -37,8 +38,9 @@ def _svg(
     return markup
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str = "middle", whole: str = "") -> str:
+    title = f"<title>{_escape(whole)}</title>" if whole and whole != text else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_escape(text)}{title}</text>'
 
 
 def short(value: float) -> str:
@@ -146,7 +148,7 @@ def mix(datasets: Sequence[Mapping[str, Any]], label: str, most: int = 12) -> Ma
     for number, dataset in enumerate(largest):
         name, tokens = dataset["name"], dataset["tokens"]
         y, x = 6 + number * line_height, float(left)
-        parts.append(_text(left - 8, y + 13, name if len(name) <= 15 else name[:14] + "…", "end"))
+        parts.append(_text(left - 8, y + 13, shorten(name, 15), "end", name))
         for kind in filter(dataset.get, KINDS):
             width = (_WIDTH - left - 46) * dataset[kind] / top
             title = _escape(f"{name}: {dataset[kind]:,} {kind} tokens")
@@ -169,15 +171,15 @@ def meter(share: float, label: str) -> Markup:
     return _svg(parts, label, 100, 10, "meter")
 
 
-def strip(documents: Sequence[tuple[int, str, int]], capacity: int, label: str) -> Markup:
-    """Draw a pack as one bar: (length, name, dataset id) of each document, and the free space."""
+def strip(documents: Sequence[tuple[int, str, int, str]], capacity: int, label: str) -> Markup:
+    """Draw a pack as one bar: (length, name, dataset id, link) of each document, and the free space."""
     parts = ['<rect class="empty" width="1000" height="22" rx="3"/>']
     x = 0.0
-    for number, (length, name, dataset) in enumerate(documents, 1):
+    for number, (length, name, dataset, link) in enumerate(documents, 1):
         width = 1000 * length / max(1, capacity)
         title = _escape(f"document {number}, {name}: {length:,} tokens")
         parts.append(
-            f'<a href="#d{number}"><rect class="doc c{dataset % 6}" x="{x:.2f}" '
+            f'<a href="{_escape(link)}"><rect class="doc c{dataset % 6}" x="{x:.2f}" '
             f'width="{max(width - 1.5, 0.5):.2f}" height="22" rx="2"><title>{title}</title></rect></a>'
         )
         x += width

@@ -5,16 +5,15 @@ Encoding costs the same as in training: media are decoded and the processor runs
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from packhorse.chat import IGNORE_INDEX, PRIVATE_USE, CannotAlign, label_tokens, template_errors
+from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens, template_errors, text_spans
 from packhorse.collate.packer import Packer
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, data_errors
@@ -94,11 +93,6 @@ class RowView:
     error: BadSample | None = None
     drops: tuple[Drop, ...] = ()  # ledger entries of the encoder: truncated, nothing supervised
     tokens: tuple[TokenRow, ...] = field(default=(), repr=False)
-
-    @property
-    def truncated(self) -> bool:
-        """Whether the encoder cut the row."""
-        return any(drop.reason == "truncated" for drop in self.drops)
 
 
 class RowEncoder:
@@ -204,41 +198,16 @@ def find_roles(encoder: Encoder, conversation: Conversation, ids: Sequence[int])
 
 
 def _find_spans(encoder: Encoder, conversation: Conversation, text: str) -> dict[str, list[Span]]:
-    """Return the character spans of each role in the rendered conversation.
-
-    Renders the conversation with numbered marks instead of its texts; the rest comes from the template.
-    """
-    mark = next(char for char in map(chr, PRIVATE_USE) if char not in text)
-    texts: list[tuple[str, str]] = []
-
-    def replace_texts(turn: Mapping[str, Any]) -> dict[str, Any]:
-        parts = []
-        for part in turn["content"]:
-            if part["type"] == "text" and part["text"].strip():
-                texts.append((turn["role"], part["text"]))
-                part = {**part, "text": f"{mark}{len(texts) - 1}{mark}"}
-            parts.append(part)
-        return {**turn, "content": parts}
-
-    try:
-        rendered = encoder.render(list(map(replace_texts, encoder.family.turns(conversation))))
-    except template_errors(TypeError, ValueError, LookupError):
-        return {}
-    pieces = re.split(f"{mark}(\\d+){mark}", rendered)
-    if [int(number) for number in pieces[1::2]] != list(range(len(texts))):
-        return {}
+    """Return the character spans of each role in the rendered conversation, as far as they can be located."""
     spans: dict[str, list[Span]] = defaultdict(list)
-    start = len(pieces[0])
-    for (role, content), after in zip(texts, pieces[2::2], strict=True):
-        for form in dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())):
-            end = start + len(form)
-            if text.startswith(form, start) and text.startswith(after, end):
-                break
-        else:
-            break  # the template has rewritten the text: the rest cannot be located
-        if end > start:
-            spans[role].append((start, end))
-        start = end + len(after)
+    opening = ""
+    with suppress(CannotAlign):
+        opening = encoder.turn_markers.assistant_text
+    turns = encoder.family.turns(conversation)
+    with suppress(CannotAlign, *template_errors(TypeError, ValueError, LookupError)):
+        for role, (start, end) in text_spans(encoder.render, turns, text, opening):
+            if start < end:
+                spans[role].append((start, end))
     return spans
 
 
@@ -313,4 +282,4 @@ def _media_name(ref: MediaRef) -> str:
     source = ref.source.get("path") if isinstance(ref.source, dict) else ref.source
     if isinstance(source, list | tuple) and source:
         return f"{len(source)} frames"
-    return mask_secrets(source).rpartition("/")[2][-80:] if isinstance(source, str) else ref.kind
+    return mask_secrets(source).rpartition("/")[2] if isinstance(source, str) else ref.kind

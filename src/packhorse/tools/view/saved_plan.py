@@ -7,7 +7,7 @@ the viewer needs, as JSON in the plan's key; ``PackPlan.load`` reads it like any
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from packhorse.loader.config import LoaderConfig
 from packhorse.loader.planner import Planner, too_long_detail
 from packhorse.loader.startup import ModelInfo, OpenedData, inspect_model, open_data, start_up
 from packhorse.media.source import is_address
+from packhorse.plan.lengths import after_shift
 from packhorse.plan.pack_plan import PackPlan, load_key
 from packhorse.plan.schedule import Packs
 from packhorse.types import Drop, World
 
 _MAX_DETAIL = 500  # characters
-VERSION = 2  # of the JSON in the plan file; version 1 has other names of settings and report fields
+VERSION = 3  # of the JSON in the plan file; earlier versions have other names of settings and report fields
 # The settings that a plan depends on.
 _SETTINGS = (
     *("dataset_names", "pack_size", "seed", "alignment", "on_overlong", "max_patches", "max_media"),
@@ -146,10 +147,15 @@ class SavedPlan:
     details: Mapping[str, str]  # ledger details of the plan's own reasons
     too_long: Mapping[int, int] = field(default_factory=dict)  # tokens after the shift, by sample index
 
+    @property
+    def truncated(self) -> Collection[int]:
+        """The sample indices of the rows that are truncated to fit into a pack."""
+        return self.too_long if self.request.config.on_overlong == "truncate" else ()
+
     def detail(self, index: int, reason: str) -> str:
-        """Return the ledger's detail for a row that the plan drops for this reason."""
+        """Return the ledger's detail for a row that the plan drops or truncates for this reason."""
         length = self.too_long.get(index)
-        if length is None:
+        if length is None or reason not in ("too_long", "truncated"):
             return self.details.get(reason, "")
         return too_long_detail(length, self.request.config, self.report["reserve"])
 
@@ -158,18 +164,26 @@ def make_saved_plan(planned: PlanResult, report: Mapping[str, Any]) -> SavedPlan
     """Return what :func:`save_plan` writes and :func:`open_saved_plan` reads."""
     counts, packs = planned.counts, planned.packs
     bad = {
-        index: (str(counts.status[index]), str(counts.detail[index])[:_MAX_DETAIL])
+        index: (str(counts.status[index]), shorten(str(counts.detail[index]), _MAX_DETAIL))
         for index in (~counts.ok).nonzero()[0].tolist()
     }
-    overlong = packs.plan.dropped_by_reason().get("too_long", ())
+    overlong, lengths = packs.plan.dropped_by_reason().get("too_long", ()), planned.planner.lengths
+    if planned.request.config.on_overlong == "truncate":
+        lengths = after_shift(counts.total)
+        overlong = (counts.ok & (lengths > packs.plan.capacity)).nonzero()[0]
     return SavedPlan(
         packs.plan.with_costs(packs.costs, packs.media_masks),
         planned.request,
         report,
         bad,
         {"over_limit": planned.planner.limit_detail},
-        {int(index): int(planned.planner.lengths[index]) for index in overlong},
+        {int(index): int(lengths[index]) for index in overlong},
     )
+
+
+def shorten(text: str, most: int) -> str:
+    """Return a text of at most ``most`` characters; one that is cut ends with an ellipsis."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def save_plan(planned: PlanResult, report: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import ipaddress
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import DATA_ERRORS, ConfigError, MissingDependency, is_data_error, require
+from packhorse.ledger import entry_line
 from packhorse.tools.view.media_preview import EncodedMedia, describe_error
-from packhorse.tools.view.pages import PageNotFound, Pages
+from packhorse.tools.view.pages import PACK_COLUMNS, ROW_COLUMNS, STEP_COLUMNS, PageNotFound, Pages
 from packhorse.tools.view.plan_viewer import PlanViewer
 
 if TYPE_CHECKING:
@@ -92,7 +96,15 @@ async def _reject(send: Send, status: int, text: str) -> None:
     await send({"type": "http.response.body", "body": text.encode() + b"\n"})
 
 
-_STATIC = {"style.css": "text/css", "keys.js": "text/javascript", "icon.svg": "image/svg+xml"}
+_STATIC = {
+    "style.css": "text/css",
+    "theme.js": "text/javascript",
+    "keys.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+_EXPORTS = {".csv": "text/csv; charset=utf-8", ".jsonl": "application/x-ndjson"}
+_EXPORT_BLOCK = 500  # lines sent at a time
+_FORMULA = tuple("=+-@\t\r")  # a spreadsheet runs a cell that begins with one of these
 
 
 def make_app(viewer: PlanViewer, host: str = "127.0.0.1") -> ASGIApp:
@@ -114,7 +126,11 @@ def make_app(viewer: PlanViewer, host: str = "127.0.0.1") -> ASGIApp:
             return str(value)
 
     register_url_convertor("number", _Number())
-    pages, render = Pages(viewer), make_renderer()
+    pages, render_page = Pages(viewer), make_renderer()
+
+    def render(template: str, **values: Any) -> str:
+        return render_page(template, **values, totals=viewer.totals(), all_rows=len(viewer))
+
     static = {name: files("packhorse.tools.view").joinpath("static", name).read_bytes() for name in _STATIC}
     page, media_item = partial(_make_page, render), partial(_make_media_item, len(viewer))
 
@@ -127,17 +143,38 @@ def make_app(viewer: PlanViewer, host: str = "127.0.0.1") -> ASGIApp:
     def report(request: Request) -> Response:
         return JSONResponse(viewer.report)
 
+    def thumbnails(request: Request) -> Response:
+        image = pages.thumbnails(request.query_params)
+        return Response(image.data, media_type=image.media_type, headers={"cache-control": "no-store"})
+
+    def exports(
+        path: str, find: Callable[[Mapping[str, str]], Iterator[dict[str, Any]]], columns: Sequence[str]
+    ) -> list[Route]:
+        return [
+            Route(path + suffix, _make_export(render, partial(_export, find, columns, suffix), path, suffix))
+            for suffix in _EXPORTS
+        ]
+
     def not_found(request: Request, error: Exception) -> Response:
         html = render("message.html", title="Not found", text="There is no such page.")
         return Response(html, 404, media_type="text/html")
 
     routes = [
         Route("/", page("overview.html", lambda request: pages.overview())),
+        Route("/steps", page("steps.html", lambda request: pages.step_list(request.query_params))),
         Route("/packs", page("packs.html", lambda request: pages.pack_list(request.query_params))),
-        Route("/pack/{number:number}", page("pack.html", lambda r: pages.pack(r.path_params["number"]))),
+        Route(
+            "/pack/{number:number}",
+            page("pack.html", lambda r: pages.pack(r.path_params["number"], r.query_params)),
+        ),
+        Route("/rows", page("rows.html", lambda request: pages.row_list(request.query_params))),
         Route("/row/{index:number}", page("row.html", lambda r: pages.row(r.path_params["index"]))),
-        Route("/problems", page("problems.html", lambda request: pages.problems(request.query_params))),
         Route("/search", page("search.html", lambda request: pages.search(request.query_params))),
+        Route("/docs", page("docs.html", lambda request: {})),
+        *exports("/rows", pages.export_rows, ROW_COLUMNS),
+        *exports("/packs", pages.export_packs, PACK_COLUMNS),
+        *exports("/steps", pages.export_steps, STEP_COLUMNS),
+        Route("/thumbnails", thumbnails),
         Route(
             "/media/{row:number}/{number:number}", media_item(lambda **params: pages.previews.get(**params))
         ),
@@ -167,6 +204,56 @@ def _make_page(
         return Response(html, status, media_type="text/html", headers={"cache-control": "no-store"})
 
     return answer
+
+
+def _make_export(
+    render: Callable[..., str], export: Callable[[Mapping[str, str]], Iterator[bytes]], path: str, suffix: str
+) -> Callable[[Request], Response]:
+    """Return an endpoint that streams a list as a file, or a page with the error."""
+    from starlette.responses import Response, StreamingResponse
+
+    def answer(request: Request) -> Response:
+        blocks = export(request.query_params)
+        try:
+            first = next(blocks)  # an error is found here, before the response begins
+        except (ConfigError, MissingDependency, OSError) as error:
+            html = render("message.html", title="Cannot export this list", text=str(error))
+            return Response(html, 503, media_type="text/html")
+        headers = {
+            "cache-control": "no-store",
+            "content-disposition": f'attachment; filename="{path[1:]}{suffix}"',
+        }
+        return StreamingResponse(chain([first], blocks), media_type=_EXPORTS[suffix], headers=headers)
+
+    return answer
+
+
+def _export(
+    find: Callable[[Mapping[str, str]], Iterator[dict[str, Any]]],
+    columns: Sequence[str],
+    suffix: str,
+    params: Mapping[str, str],
+) -> Iterator[bytes]:
+    """Yield blocks of a CSV or JSONL file with these columns; the first has at most the first line."""
+    lines = ([line[column] for column in columns] for line in find(params))
+    blocks = chain([tuple(islice(lines, 1))], iter(lambda: tuple(islice(lines, _EXPORT_BLOCK)), ()))
+    if suffix == ".jsonl":
+        for block in blocks:
+            yield b"".join(entry_line(dict(zip(columns, line, strict=True))) for line in block)
+        return
+    header: tuple[Sequence[Any], ...] = (columns,)
+    for block in blocks:
+        out = io.StringIO()
+        csv.writer(out).writerows([_csv_cell(v) for v in line] for line in header + block)
+        header = ()
+        yield out.getvalue().encode("utf-8", "backslashreplace")
+
+
+def _csv_cell(value: Any) -> Any:
+    """Return a value for a CSV file; a text that a spreadsheet takes for a formula gets an apostrophe."""
+    if isinstance(value, list | tuple):
+        value = " ".join(value)
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def _make_media_item(rows: int, get: Callable[..., EncodedMedia]) -> Callable[[Request], Response]:

@@ -31,7 +31,7 @@
     else if (event.key === "ArrowRight") done = follow("a[rel=next]");
     else if (event.key === "ArrowLeft") done = follow("a[rel=prev]");
     else if (event.key === "/") document.getElementById("q").select();
-    else if (/^[ope]$/.test(event.key)) done = follow(`nav a[data-key=${event.key}]`);
+    else if (/^[osprd]$/.test(event.key)) done = follow(`nav a[data-key=${event.key}]`);
     else done = false;
     if (done) event.preventDefault();
   });
