@@ -18,6 +18,9 @@ from packhorse.cli.demo.train import Step, read_trace
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan
+from warm_python import run_warm
+
+pytestmark = pytest.mark.system
 
 BROKEN = {
     "charts/7": ("malformed_row", "dropped"),
@@ -167,28 +170,23 @@ def foreign(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_folder_that_is_not_the_demos_own_is_rejected_and_not_touched(foreign: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "packhorse", "demo", "--out", str(foreign)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = run_warm("-m", "packhorse", "demo", "--out", foreign)
     assert run.returncode == 2
     assert run.stderr.count("\n") == 1
     assert "is not empty and was not written by the demo" in run.stderr
     assert [path.name for path in foreign.iterdir()] == ["data"]
 
 
-def test_reasons_in_the_report_sum_to_the_dropped_rows(demo: Run) -> None:
+def test_reasons_in_the_report_sum_to_the_rows_that_are_not_trained(demo: Run) -> None:
     page = (demo.out / "report.html").read_text()
     summary = re.search(
-        r"350 rows = 345 trained \+ 5 dropped\. Of these 4 are in no pack, and 1 failed when decoded: "
+        r"350 rows = 345 trained \+ 5 not trained\. Of these 4 are in no pack, and 1 failed when decoded: "
         r"[\w ]+\. By reason: ([\w, ]+)\.</p>",
         page,
     )
     assert summary is not None
     assert sum(int(part.split()[0]) for part in summary[1].split(", ")) == 5
-    assert "Trained, but not as the file has them: 1 surplus_placeholder.</p>" in page
+    assert "Trained, changed or with a remark: 1 surplus_placeholder.</p>" in page
     assert "350 rows = 345 trained once + 4 in no pack + 1 that could not be decoded" in demo.printed
 
 
@@ -199,13 +197,7 @@ def test_each_step_of_the_demo_names_the_command_that_does_it(demo: Run) -> None
     ]
     assert all(shutil.which(typed, path=f"{demo.home}") or shutil.which(typed) for _, typed, _ in titles)
     check = titles[0]
-    run = subprocess.run(
-        [sys.executable, "-m", "packhorse", *check[2].split()],
-        cwd=demo.home,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = run_warm("-m", "packhorse", *check[2].split(), cwd=demo.home)
     assert "too_long" in run.stdout
 
 
@@ -217,12 +209,7 @@ def test_a_report_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_made_is_one_plain_line() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "packhorse", "demo", "--out", "/proc/nowhere/demo"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = run_warm("-m", "packhorse", "demo", "--out", "/proc/nowhere/demo")
     assert run.returncode == 2
     assert run.stderr.startswith("packhorse demo: /proc/nowhere")
     assert "Errno" not in run.stderr

@@ -49,7 +49,7 @@ def test_compared_gradients_have_no_reason_against_them_in_the_json():
     [
         (["--model", "/nowhere"], "model /nowhere: no such folder"),
         (["--model", "m", "--processor", "/nowhere"], "processor /nowhere: no such folder"),
-        (["--model", "m", "--attn-implementation", "foo"], "attention 'foo': expected one of"),
+        (["--model", "m", "--attn-implementation", "foo"], "--attn-implementation foo: expected one of"),
         (["--model", "m", "--dtype", "int"], "--dtype int: expected float32, bfloat16 or float16"),
         (["--model", "m", "--device", "abacus"], "--device abacus: not available here"),
     ],
@@ -114,6 +114,20 @@ def test_a_backend_that_is_not_possible_does_not_stop_the_others(run):
     assert list(result) == ["version", "passed", "dropped", "not_possible", "reports"]
     assert [one["attention"] for one in result["reports"]] == ["sdpa", "eager"]
     assert result["not_possible"] == {"varlen": "no varlen here"}
+
+
+def test_documents_are_listed_with_v_and_if_they_differ(run, monkeypatch):
+    assert "document 1" not in run().output
+    assert (
+        "pack 0, document 1, : 1 tokens, 1 supervised, loss 0.0000 alone, 0.0000 packed, ok"
+        in run("-v").output
+    )
+    found = report(1e-6, 2e-3, math.nan)
+    monkeypatch.setattr("packhorse.tools.parity.check_parity", lambda *_, **__: found)
+    result = run("--attn-implementation", "sdpa")
+    assert result.exit_code == 1
+    assert result.output.count(", DIFFERS") == 2
+    assert ", ok" not in result.output
 
 
 def test_a_requested_backend_must_be_available(run, monkeypatch):

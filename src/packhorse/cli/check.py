@@ -53,13 +53,14 @@ def check(
     tiny: Annotated[int, terminal.number("Report images with a side below this number of pixels.")] = 16,
     num_workers: terminal.WORKERS = None,
     trust_remote_code: terminal.TRUST = False,
+    verbose: terminal.VERBOSE = False,
     as_json: terminal.AS_JSON = False,
 ) -> None:
     """Find errors in rows and media before training.
 
     Opens and decodes every media item. Changes nothing; only --fix writes a cleaned copy.
     """
-    with terminal.one_line_errors("check", "nothing was written"):
+    with terminal.one_line_errors("check", "nothing was written", verbose):
         from packhorse.count.engines import make_engine
         from packhorse.errors import ConfigError
         from packhorse.tools.check import check_meta, check_target, write_fixed

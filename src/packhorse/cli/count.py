@@ -56,13 +56,14 @@ def count(
     bad: Annotated[
         int, terminal.number("Bad rows to list for each reason and dataset (also in --json).", 0)
     ] = 3,
+    verbose: terminal.VERBOSE = False,
     as_json: terminal.AS_JSON = False,
 ) -> None:
     """Count the tokens of every row exactly, without decoding a pixel, and save the counts next to the data.
 
     A second run reuses the counts of unchanged rows; an interrupted run continues where it stopped.
     """
-    with terminal.one_line_errors("count", "the next run reuses the finished parts"):
+    with terminal.one_line_errors("count", "the next run reuses the finished parts", verbose):
         from packhorse.count.count_report import write_counted_jsonl
         from packhorse.count.counting import count_meta
         from packhorse.count.engines import make_engine

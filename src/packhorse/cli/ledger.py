@@ -44,10 +44,11 @@ def ledger(
     dataset: Annotated[str | None, terminal.text("NAME", "Only entries of this dataset.")] = None,
     key: Annotated[str | None, terminal.text("KEY", "Only entries of this row, e.g. coco/812.")] = None,
     limit: Annotated[int, terminal.number("Entries to list; 0 for all.", 0)] = 20,
+    verbose: terminal.VERBOSE = False,
     as_json: terminal.AS_JSON = False,
 ) -> None:
     """List rows that were dropped, replaced, cut or repaired."""
-    with terminal.one_line_errors("ledger", "nothing was changed"):
+    with terminal.one_line_errors("ledger", "nothing was changed", verbose):
         from packhorse.ledger import read_ledgers
 
         whole, files = read_ledgers(path)

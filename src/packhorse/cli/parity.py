@@ -25,6 +25,7 @@ EXAMPLES = terminal.examples(
     "Exit code 0: packed equals unpacked, 1: they differ (with the likely cause), 2: could not be compared.",
     {
         "meta.json --model ./model": "sdpa, eager and varlen, on the CPU in float32",
+        "meta.json --model ./model -v": "also the loss of each document, alone and packed",
         "meta.json --model ./model --attn-implementation varlen --dtype bfloat16 --device cuda": "on a GPU",
         "meta.json --model ./model --random-weights --samples 4 --json": "only needs the model's config",
     },
@@ -32,7 +33,7 @@ EXAMPLES = terminal.examples(
 
 
 def parity(
-    meta: Annotated[str, typer.Argument(help="The meta file with the data of the samples.", metavar="META")],
+    meta: terminal.META,
     model: Annotated[str, terminal.text("DIR", "Folder (or Hub name) of the model.")],
     processor: Annotated[
         str | None, terminal.text("DIR", "Folder (or Hub name) of the processor; default: that of the model.")
@@ -54,6 +55,7 @@ def parity(
         bool, terminal.flag("--random-weights", "Use the model's config with random weights.")
     ] = False,
     trust_remote_code: terminal.TRUST = False,
+    verbose: terminal.VERBOSE = False,
     as_json: terminal.AS_JSON = False,
 ) -> None:
     """Run a few samples packed and unpacked, and compare the loss of every token and the gradients.
@@ -61,7 +63,7 @@ def parity(
     Rows that cannot be encoded are listed and skipped. A backend that is not available is an error only if it
     is given with --attn-implementation.
     """
-    with terminal.one_line_errors("parity", "nothing was written"):
+    with terminal.one_line_errors("parity", "nothing was written", verbose):
         from packhorse.errors import ConfigError
         from packhorse.families.models import open_processor
         from packhorse.integrations.attention import check_attention
@@ -92,7 +94,7 @@ def parity(
         }
         typer.echo(terminal.to_json(whole))
     else:
-        _print(reports, unavailable)
+        _print(reports, unavailable, verbose)
     if not all(report.ok for report in reports):
         raise typer.Exit(1)
 
@@ -200,7 +202,7 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
     import torch
 
     from packhorse.errors import ConfigError, require
-    from packhorse.families.models import check_packable, model_classes, open_config
+    from packhorse.families.models import check_name, check_packable, model_classes, open_config
     from packhorse.utils.progress import bars_are_wanted
 
     transformers: Any = require("transformers", "train")
@@ -213,7 +215,8 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
     auto = transformers.AutoModelForImageTextToText
     try:
         if not random_weights:
-            loaded = auto.from_pretrained(model, dtype=kind, trust_remote_code=trust_remote_code)
+            options = {"trust_remote_code": trust_remote_code, "local_files_only": check_name("model", model)}
+            loaded = auto.from_pretrained(model, dtype=kind, **options)
         else:
             torch.manual_seed(0)
             loaded = auto.from_config(config, trust_remote_code=trust_remote_code).to(kind)
@@ -223,11 +226,16 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
     return loaded.to(device)
 
 
-def _print(reports: Sequence[ParityReport], unavailable: Sequence[tuple[str, ConfigError]]) -> None:
+def _print(
+    reports: Sequence[ParityReport], unavailable: Sequence[tuple[str, ConfigError]], verbose: bool
+) -> None:
+    """Print the result of each backend, with the documents that differ; all documents if ``verbose``."""
     for report in reports:
         typer.echo(report.describe())
         for document in report.documents:
             verdict = "ok" if document.largest <= report.tolerance else "DIFFERS"
+            if verdict == "ok" and not verbose:
+                continue
             typer.echo(
                 f"  pack {document.row}, document {document.document}, {document.key}: {document.tokens:,} "
                 f"tokens, {document.supervised:,} supervised, loss {document.unpacked:.4f} alone, "

@@ -12,15 +12,14 @@ import typer
 
 from packhorse.cli import terminal
 from packhorse.types import MEDIA_KINDS
-from packhorse.utils.progress import Progress
 
 _WIDTH = 100  # if stdout is not a terminal
 
-WHY_PACK = (
-    "(The loader yields packs without padding; pad_to_size=True pads them. Sorting by length may waste "
-    "little, too, but its batches contain rows of one length and differ in size: packs mix the data, and "
-    "steps take equal time.)"
+COMPARED = (
+    "(Padding: share of the computed tokens. Straggler: slowest rank of a step over the mean. Time: of an "
+    "epoch, relative to these packs, by the cost model. All methods train the same rows.)"
 )
+TRL_REJECTS_MEDIA = "(TRL packs text only: SFTTrainer raises an error if packing is on and rows have images.)"
 NOT_DECODED = (
     "(Media were not decoded: a damaged media item fails in training and is then in the ledger; "
     "`packhorse check` finds it now.)"
@@ -87,26 +86,24 @@ def plan(
         terminal.text("N[,N]…", "Also show the straggler ratio for these numbers of ranks.", "--ranks"),
     ] = None,
     datasets: terminal.DATASETS = None,
-    no_estimates: Annotated[
-        bool, terminal.flag("--no-estimates", "Skip the comparison with estimated lengths (saves a pass).")
-    ] = False,
     num_workers: terminal.WORKERS = None,
     trust_remote_code: terminal.TRUST = False,
+    verbose: terminal.VERBOSE = False,
     as_json: terminal.AS_JSON = False,
 ) -> None:
     """Plan the packs of an epoch, exactly as the loader will train them, and save the plan.
 
-    Shows how full the packs are, how evenly ranks are loaded, which rows are dropped and why, and what
-    padding or estimated lengths would cost. Media are not decoded; packhorse check finds damaged ones.
+    Shows how full the packs are, how evenly ranks are loaded, which rows are dropped and why, and how long
+    padded batches or TRL's packing would take. Media are not decoded; packhorse check finds damaged ones.
     """
-    with terminal.one_line_errors("plan", "no plan was written (finished counts are kept)"):
+    with terminal.one_line_errors("plan", "no plan was written (finished counts are kept)", verbose):
         from packhorse.errors import ConfigError
         from packhorse.loader.config import LoaderConfig
         from packhorse.tools.view.plan_report import plan_report, sizes_report
         from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 
         sizes = numbers_in("--pack-size", [pack_size])
-        single_only = {"--out": out, "--ranks": ranks, "--no-estimates": no_estimates}
+        single_only = {"--out": out, "--ranks": ranks}
         if len(sizes) > 1 and (given := [name for name, value in single_only.items() if value]):
             raise ConfigError(f"{given[0]} needs a single --pack-size: several are compared without a plan")
         target = out if out is not None else default_target(meta) if len(sizes) == 1 else None
@@ -132,10 +129,7 @@ def plan(
             report = sizes_report(request, sizes)
         else:
             planned = make_plan(request)
-            with Progress("estimating") as progress:
-                report = plan_report(
-                    planned, ranks=world_sizes, estimates=not no_estimates, progress=progress
-                )
+            report = plan_report(planned, ranks=world_sizes)
             save_plan(planned, report, target)
             report["plan"] = str(target)
     if as_json:
@@ -186,7 +180,7 @@ def _print(report: Mapping[str, Any], target: Path, world_sizes: Sequence[int]) 
     out.lines(f"{name:<10} {text}" for name, text in summary_lines(report))
     out.line()
     _print_stragglers(report, world_sizes, out)
-    print_costs(report, out)
+    print_comparison(report, out)
     print_dropped(report, out)
     out.line(f"wrote {target}; show it: {terminal.command_name()} view {target}")
 
@@ -209,11 +203,12 @@ def _print_sizes(report: Mapping[str, Any]) -> None:
     ]
     columns = ("pack size", "packs", "fill", "padded*", "per pack", "dropped", "too long", "8 ranks")
     out.table("Pack sizes compared; no plan is written", columns, rows)
-    padding = report["padding"]
+    comparison = report["comparison"]
     out.line(
         "* wasted if every pack is padded to its size (pad_to_size=True). 8 ranks: the straggler ratio.\n"
-        f"Without packs, batches of {padding['batch_size']} rows padded to the longest waste "
-        f"{padding['by_length']['wasted']:.1%} if sorted by length, {padding['random']['wasted']:.1%} if not."
+        f"Without packs, batches of {comparison['batch_size']} rows padded to the longest waste "
+        f"{comparison['length_grouped']['wasted']:.1%} if grouped by length, "
+        f"{comparison['random']['wasted']:.1%} if not."
     )
 
 
@@ -252,29 +247,26 @@ def _print_stragglers(report: Mapping[str, Any], world_sizes: Sequence[int], out
     out.table(title, ("ranks", "steps", "planned", "random"), rows)
 
 
-def print_costs(report: Mapping[str, Any], out: terminal.Output) -> None:
-    """Print what padding and estimated lengths would cost."""
-    padding = report["padding"]
-    batches = {
-        "packed_unpadded": "these packs, not padded",
-        "packed": f"these packs, padded to {report['pack_size']:,}",
-        "by_length": f"padded, {padding['batch_size']} of similar length",
-        "random": f"padded, {padding['batch_size']} at random",
-    }
+def print_comparison(report: Mapping[str, Any], out: terminal.Output) -> None:
+    """Print the cost of the same rows in batches of other libraries."""
+    from packhorse.tools.view.plan_report import compared_methods
+
     rows = [
-        (text, padding[name]["slots"], f"{padding[name]['wasted']:.1%}") for name, text in batches.items()
-    ]
-    title = "Cost of the same rows in other batches: slots are tokens that the model computes"
-    out.table(title, ("batches", "slots", "wasted"), rows)
-    out.line(WHY_PACK)
-    if (estimated := report["estimated"]) is not None:
-        out.line(
-            f"Packed by estimated lengths, {estimated['lost']:,} of {estimated['rows']:,} rows "
-            f"({estimated['lost_share']:.1%}) would be lost: {estimated['lost_overflow']:,} overflow, "
-            f"{estimated['lost_too_long']:,} estimated as too long; the packs would be "
-            f"{1 - estimated['fill']:.1%} empty. The mean error of an estimate is "
-            f"{estimated['error_mean']:,.0f} tokens."
+        (
+            text,
+            method["steps"],
+            f"{method['wasted']:.1%}",
+            "-" if method["fill"] is None else f"{method['fill']:.1%}",
+            f"{method['straggler']:.3f}",
+            f"{method['time']:.2f}",
         )
+        for text, method in compared_methods(report)
+    ]
+    title = f"The same rows in batches of other libraries, on {report['comparison']['ranks']} ranks"
+    out.table(title, ("method", "steps", "padding", "fill", "straggler", "time"), rows)
+    out.line(COMPARED, wrap=True)
+    if any(dataset[kind] for dataset in report["datasets"] for kind in MEDIA_KINDS):
+        out.line(TRL_REJECTS_MEDIA, wrap=True)
 
 
 def print_dropped(report: Mapping[str, Any], out: terminal.Output) -> None:

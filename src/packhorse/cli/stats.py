@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 80  # if stdout is not a terminal
 _MAX_BARS = 18
+_PERCENTILES = ("p90", "p99", "max")
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 EXAMPLES = terminal.examples(
@@ -25,6 +26,7 @@ EXAMPLES = terminal.examples(
     {
         "meta.json": "fast, with estimated token counts",
         "meta.json --processor ./model": "exact; counts rows that are not counted yet",
+        "meta.json --processor ./model -v": "also media, image sizes, histograms and the longest rows",
         "meta.json --dataset charts --json": "percentiles and histograms as JSON",
     },
 )
@@ -34,17 +36,21 @@ def stats(
     meta: terminal.META,
     processor: Annotated[str | None, terminal.processor("; without it tokens are estimated")] = None,
     datasets: terminal.DATASETS = None,
-    each: Annotated[bool, terminal.flag("--each", "Draw the histograms of each dataset, too.")] = False,
-    longest: Annotated[int, terminal.number("Number of longest rows to list for each dataset.", 0)] = 5,
+    each: Annotated[bool, terminal.flag("--each", "Draw the histograms of each dataset.")] = False,
+    longest: Annotated[
+        int | None,
+        terminal.number("List this number of longest rows of each dataset; default with -v: 5.", 0),
+    ] = None,
     num_workers: terminal.WORKERS = None,
     trust_remote_code: terminal.TRUST = False,
+    verbose: terminal.VERBOSE = False,
     as_json: terminal.AS_JSON = False,
 ) -> None:
     """Show the distributions of tokens, media and the supervised share over the rows of each dataset.
 
     With --processor token counts are exact, and saved next to the data.
     """
-    with terminal.one_line_errors("stats", "the next run reuses the finished parts"):
+    with terminal.one_line_errors("stats", "the next run reuses the finished parts", verbose):
         from packhorse.count.engines import make_engine
         from packhorse.tools.stats import compute_stats
 
@@ -55,16 +61,16 @@ def stats(
                 dataset_names=datasets or None,
                 engine=make_engine("local", num_workers),
                 trust_remote_code=trust_remote_code,
-                longest=longest,
+                longest=5 if longest is None else longest,
                 progress=progress,
             )
     if as_json:
         typer.echo(terminal.to_json(report.as_dict()))
     else:
-        _print(report, each)
+        _print(report, each, verbose, list_longest=verbose or longest is not None)
 
 
-def _print(report: StatsReport, each: bool) -> None:
+def _print(report: StatsReport, each: bool, verbose: bool, list_longest: bool) -> None:
     out = terminal.Output(_WIDTH)
     if report.estimated:
         out.line(
@@ -76,11 +82,15 @@ def _print(report: StatsReport, each: bool) -> None:
         bound = f"at most {report.off_by:,} tokens" if report.off_by > 0 else "an unknown number"
         out.line(f"Counts of this processor are not exact: a row may be off by {bound}.", style="yellow")
     tables = [*report.datasets, report.all()] if len(report.datasets) > 1 else [*report.datasets]
-    _print_tables(tables, report.estimated, out)
-    for dataset in tables if each else tables[-1:]:
+    _print_tokens(tables, report.estimated, out)
+    if verbose:
+        _print_media(tables, report.estimated, out)
+    else:
+        out.line(_describe_media(tables[-1]))
+    for dataset in tables if each else tables[-1:] if verbose else ():
         _print_histograms(dataset, report.estimated, out)
     about = "about " if report.estimated else ""
-    for dataset in report.datasets:
+    for dataset in report.datasets if list_longest else ():
         if dataset.longest:
             out.line(f"{dataset.name}: the longest rows", style="bold")
         out.lines(f"  {row.key}, {about}{row.tokens:,} tokens, {row.location}" for row in dataset.longest)
@@ -91,11 +101,20 @@ def _print(report: StatsReport, each: bool) -> None:
     if not report.estimated:
         reused = tables[-1].rows - report.counted_rows
         out.line(f"{report.counted_rows:,} rows counted, {reused:,} reused.")
+    if not verbose:
+        out.line("(-v adds tables of media and images, histograms and the longest rows.)")
 
 
-def _print_tables(datasets: Sequence[DatasetStats], estimated: bool, out: terminal.Output) -> None:
-    """Print a table of tokens, one of media and one of images, with a row for each dataset."""
-    about, percentiles = "~" if estimated else "", ("p90", "p99", "max")
+def _describe_media(stats: DatasetStats) -> str:
+    """Return the media of all rows: ``media: 200 images, 10 videos; 140 of 350 rows are text only``."""
+    nouns = {"images": "image", "videos": "video", "audios": "audio clip"}
+    media = [terminal.number_of(count, nouns[name]) for name, count in stats.media.items() if count]
+    return f"media: {', '.join(media) or 'none'}; {stats.text_only:,} of {stats.rows:,} rows are text only"
+
+
+def _print_tokens(datasets: Sequence[DatasetStats], estimated: bool, out: terminal.Output) -> None:
+    """Print the tokens of a row, by dataset."""
+    about = "~" if estimated else ""
     rows: list[list[terminal.Cell]] = []
     for dataset in datasets:
         spread = dataset.spreads["tokens"]
@@ -104,7 +123,7 @@ def _print_tables(datasets: Sequence[DatasetStats], estimated: bool, out: termin
         rows.append([dataset.name, dataset.rows, *tokens, *_percentiles(dataset, "tokens"), supervised])
     out.table(
         f"Tokens of a row{' (estimated)' if estimated else ''}",
-        ("dataset", "rows", "tokens", "mean", "p50", *percentiles, "supervised"),
+        ("dataset", "rows", "tokens", "mean", "p50", *_PERCENTILES, "supervised"),
         rows,
     )
     out.line(
@@ -113,9 +132,13 @@ def _print_tables(datasets: Sequence[DatasetStats], estimated: bool, out: termin
     if bad := sum(datasets[-1].bad.values()):
         share = f"{bad:,} of {datasets[-1].rows:,} rows"
         out.line(f"({share} could not be counted; only the column `rows` includes them.)", wrap=True)
+
+
+def _print_media(datasets: Sequence[DatasetStats], estimated: bool, out: terminal.Output) -> None:
+    """Print the media of a row, and the sides and tokens of an image, by dataset."""
     out.table(
         "Media",
-        ("dataset", "text only", "images", "videos", "audio", "a row p50", *percentiles),
+        ("dataset", "text only", "images", "videos", "audio", "a row p50", *_PERCENTILES),
         [
             [
                 dataset.name,
@@ -128,8 +151,8 @@ def _print_tables(datasets: Sequence[DatasetStats], estimated: bool, out: termin
     )
     if datasets[-1].media["images"]:
         spreads = {"side": "image_side"} if estimated else {"side": "image_side", "tokens": "image_tokens"}
-        columns = [column for name in spreads for column in (f"{name} p50", *percentiles)]
-        rows = [
+        columns = [column for name in spreads for column in (f"{name} p50", *_PERCENTILES)]
+        rows: list[list[terminal.Cell]] = [
             [dataset.name, *(cell for name in spreads.values() for cell in _percentiles(dataset, name))]
             for dataset in datasets
         ]

@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,14 +56,27 @@ def examples(command: str, exit_codes: str, arguments: dict[str, str]) -> str:
     return "\n\n".join([exit_codes, "[bold]Examples[/bold]", *lines]) + "\n"
 
 
-META = Annotated[str, typer.Argument(help="The meta file, which lists the datasets.", metavar="META")]
+META = Annotated[str, typer.Argument(help="A data file, or a meta file that lists datasets.", metavar="META")]
 PROCESSOR = Annotated[str, processor()]
 DATASETS = Annotated[list[str] | None, text("NAME", "Only this dataset; can be repeated.", "--dataset")]
 WORKERS = Annotated[int | None, number("Worker processes; default: one per core.")]
 TRUST = Annotated[bool, flag("--trust-remote-code", "Run code that comes with the processor or model.")]
+VERBOSE = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print details, and the warnings of other libraries.")
+]
 AS_JSON = Annotated[bool, flag("--json", "Print one JSON object to stdout and nothing else.")]
 
 CANNOT, STOPPED = 2, 130
+
+_LIBRARIES = ("transformers", "datasets", "huggingface_hub", "torch", "accelerate", "PIL")
+_QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "DATASETS_VERBOSITY": "error",
+    "HF_HUB_VERBOSITY": "error",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+}
 
 Cell = str | int
 
@@ -159,17 +175,23 @@ def command_name() -> str:
 
 
 @contextlib.contextmanager
-def one_line_errors(command: str, stopped: str) -> Iterator[None]:
-    """Turn errors that a user can act on into one line and an exit code; Ctrl-C prints ``stopped``."""
+def one_line_errors(command: str, stopped: str, verbose: bool) -> Iterator[None]:
+    """Turn errors that a user can act on into one line and an exit code; Ctrl-C prints ``stopped``.
+
+    Warnings of other libraries are only printed if ``verbose``.
+    """
     from packhorse.errors import PackhorseError, plain_error
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        yield
+        with contextlib.nullcontext() if verbose else _quiet_libraries():
+            yield
     except BrokenPipeError:
         raise  # the reader of the output has exited; typer exits silently
     except (PackhorseError, OSError) as error:
         line = " ".join(plain_error(error).split())
+        if isinstance(error, PackhorseError):
+            line = in_options(command, line)
         typer.echo(f"packhorse {command}: {line}", err=True)
         raise typer.Exit(CANNOT) from error
     except KeyboardInterrupt as error:
@@ -177,11 +199,56 @@ def one_line_errors(command: str, stopped: str) -> Iterator[None]:
         raise typer.Exit(STOPPED) from error
 
 
+@contextlib.contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Print only errors of other libraries, also in worker processes."""
+    loggers = [logging.getLogger(name) for name in _LIBRARIES]
+    levels = [logger.level for logger in loggers]
+    added = {name: value for name, value in _QUIET.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for logger in loggers:
+                logger.setLevel(logging.ERROR)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def in_options(command: str, text: str) -> str:
+    """Return a message with a command's options in place of settings.
+
+    ``placeholder='never'`` becomes ``--placeholder never``, ``max_bad_share`` becomes ``--max-bad-share``.
+    """
+    function = getattr(import_module(f"packhorse.cli.{command}"), command)
+    options = {name: "--" + name.replace("_", "-") for name in signature(function).parameters}
+    if "datasets" in options:
+        options["dataset_names"] = "--dataset"
+    if "num_workers" in options:
+        options["count_workers"] = "--num-workers"
+    values = r"'[^']*'(?: or '[^']*')*|[\w.-]*\w"
+
+    def replace(match: re.Match[str]) -> str:
+        name, value = match[1], (match[2] or "").replace("'", "")
+        if not value:
+            return options[name] if "_" in name else name  # else it may be an ordinary word
+        return options[name] if value == "True" else f"{options[name]} {value}"
+
+    # Not inside paths.
+    return re.sub(rf"(?<![\w/.-])({'|'.join(options)})(?:=({values}))?(?![\w/-]|\.\w)", replace, text)
+
+
 def _with_suggestion(text: str, context: Any) -> str:
     """Return the message with "Did you mean …?" for a mistyped command or option.
 
     Typer suggests commands since 0.20 and lists options as "Possible options".
     """
+    from packhorse.errors import suggest
+
     typo = re.match(r"No such (?:command '|option:? )(--?[\w-]+|[\w-]+)'?", text)
     if typo is None or context is None:
         return text
@@ -189,8 +256,8 @@ def _with_suggestion(text: str, context: Any) -> str:
         known = context.command.list_commands(context)
     else:
         known = [name for param in context.command.get_params(context) for name in param.opts]
-    close = get_close_matches(typo[1], known)
-    return f"{typo[0]}. Did you mean {' or '.join(map(repr, close))}?" if close else typo[0]
+    hint = suggest(typo[1], known).strip(" ()")
+    return f"{typo[0]}. {hint[0].upper()}{hint[1:]}" if hint else typo[0]
 
 
 class _PlainHelp:

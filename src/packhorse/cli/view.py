@@ -24,7 +24,8 @@ EXAMPLES = terminal.examples(
 
 def view(
     source: Annotated[
-        str, typer.Argument(help="A plan of `packhorse plan`, or a meta file.", metavar="PLAN|META")
+        str,
+        typer.Argument(help="A plan of `packhorse plan`, a data file or a meta file.", metavar="PLAN|META"),
     ],
     processor: Annotated[str | None, terminal.processor("; default: that of the plan")] = None,
     port: Annotated[int, terminal.number("Port to listen on; 0 for a free one.", 0, 65535)] = 8123,
@@ -33,9 +34,10 @@ def view(
         Path | None, terminal.text("FILE|DIR", "Ledgers of a run, shown with the rows.")
     ] = None,
     pack_size: Annotated[
-        int, terminal.number("For a meta file: the largest number of tokens of a pack.")
+        int, terminal.number("For a data or meta file: the largest number of tokens of a pack.")
     ] = 8192,
     trust_remote_code: terminal.TRUST = False,
+    verbose: terminal.VERBOSE = False,
     as_json: terminal.AS_JSON = False,
 ) -> None:
     """Show packs, rows, labels and dropped rows in a browser.
@@ -43,7 +45,7 @@ def view(
     The pages are reachable from this machine only, unless --host is given; they load nothing from the
     network.
     """
-    with terminal.one_line_errors("view", "nothing was shown"):
+    with terminal.one_line_errors("view", "nothing was shown", verbose):
         from packhorse.tools.view.plan_viewer import PlanViewer
         from packhorse.tools.view.server import listen, serve
 

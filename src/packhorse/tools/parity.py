@@ -22,9 +22,9 @@ from packhorse.collate.packed_dataset import PackedDatasetWrapper
 from packhorse.collate.padded import pad_collate_fn
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
-from packhorse.families.models import check_packable, known_problems
+from packhorse.families.models import attention_of, check_packable, known_problems
 from packhorse.families.qwen_vl import RopeIndex, mrope_position_ids, rope_index
-from packhorse.integrations.attention import attention_of, check_attention, use_attention
+from packhorse.integrations.attention import check_attention, use_attention
 from packhorse.ledger import Ledger
 from packhorse.types import to_device
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -20,6 +19,7 @@ from packhorse.cli.app import app
 from packhorse.cli.demo.data import write_demo_data
 from packhorse.ledger import Ledger
 from unit.check.planted import MAX_LENGTH, write_clean, write_planted
+from warm_python import run_warm
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 
@@ -33,11 +33,9 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["check", *map(str, arguments), "--num-workers", "1"])
 
 
-def as_typed(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def as_typed(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "packhorse", "check", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, **(env or {})}
-    )
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_a_check_shows_a_table_and_the_rows_with_file_and_line_and_fails(tmp_path: Path) -> None:
@@ -116,10 +114,10 @@ def test_fix_writes_a_copy_that_passes_and_says_what_it_did(tmp_path: Path) -> N
 def test_the_command_finds_each_of_twenty_kinds_of_defects_in_two_hundred_rows_and_none_in_clean_ones(
     tmp_path: Path, saved: str
 ) -> None:
-    env = {"PYTHONPATH": python_path(tmp_path / "py"), "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, "PYTHONPATH": python_path(tmp_path / "py")}
     wanted = ("--processor", saved, "--max-length", MAX_LENGTH, "--json")
     meta, planted = write_planted(tmp_path / "planted")
-    result = as_typed(meta, *wanted, env=env)
+    result = run_warm("-m", "packhorse", "check", meta, *wanted, env=env)
     assert (result.returncode, result.stderr) == (1, "")
     report = json.loads(result.stdout)
     assert (report["rows"], report["skipped_rules"]) == (200, {})
@@ -130,7 +128,8 @@ def test_the_command_finds_each_of_twenty_kinds_of_defects_in_two_hundred_rows_a
         assert one["location"].startswith(f"{tmp_path}/planted/mixed.jsonl:{one['line']} (byte ")
     assert found == planted.expected
     assert len(set().union(*planted.expected.values())) >= 20
-    clean = as_typed(write_clean(tmp_path / "clean", 200), *wanted, "--strict", env=env)
+    clean_meta = write_clean(tmp_path / "clean", 200)
+    clean = run_warm("-m", "packhorse", "check", clean_meta, *wanted, "--strict", env=env)
     assert (clean.returncode, clean.stderr) == (0, "")
     report = json.loads(clean.stdout)
     assert (report["rows"], report["findings"], report["passed"]) == (200, [], True)
@@ -170,9 +169,9 @@ def test_help_shows_examples_and_exit_codes() -> None:
 
 def test_two_processes_check_with_a_processor_what_one_checks(tmp_path: Path, saved: str) -> None:
     meta = write_chats(tmp_path, 1200)
-    wanted: dict[str, Any] = {"env": {"PYTHONPATH": python_path(tmp_path / "py"), "HF_HUB_OFFLINE": "1"}}
+    env = {**os.environ, "PYTHONPATH": python_path(tmp_path / "py")}
     arguments = (meta, "--processor", saved, "--max-length", 60, "--json")
-    two = json.loads(as_typed(*arguments, "--num-workers", 2, **wanted).stdout)
+    two = json.loads(run_warm("-m", "packhorse", "check", *arguments, "--num-workers", 2, env=env).stdout)
     one = json.loads(run(*arguments).stdout)
     assert two["findings"] == one["findings"] != []
 

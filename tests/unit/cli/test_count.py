@@ -1,5 +1,6 @@
 """``packhorse count`` as a user types it."""
 
+import gzip
 import json
 import re
 import subprocess
@@ -72,22 +73,19 @@ def test_rows_with_nothing_supervised_and_media_that_were_missing_before_are_rep
     assert "no file chart0" not in none.stdout
 
 
-@pytest.mark.parametrize("name", ["train.jsonl", "train.json", "one.json"])
-def test_a_data_file_in_place_of_the_meta_file_is_reported_with_the_meta_file_it_needs(
-    tmp_path: Path, saved: str, name: str
-) -> None:
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json", "train.jsonl.gz"])
+def test_a_data_file_is_counted_like_a_meta_file_that_names_it(tmp_path: Path, saved: str, name: str) -> None:
     rows = [chat(number) for number in range(3)]
-    content = {"train.jsonl": "\n".join(map(json.dumps, rows)), "train.json": json.dumps(rows)}
-    (tmp_path / name).write_text(content.get(name, json.dumps(rows[0])))
-    result = run(tmp_path / name, "--processor", saved)
-    assert result.exit_code == 2
-    assert "looks like a data file" in result.stderr
-    entry = re.search(r"meta\.json: (\{.*\}) \(", result.stderr)
-    assert entry is not None
-    (tmp_path / "meta.json").write_text(entry[1])
-    assert list(json.loads(entry[1]).values()) == [{"file_name": name}]
-    if name != "one.json":  # a single object is no list of rows either
-        assert run(tmp_path / "meta.json", "--processor", saved).exit_code == 0
+    lines = json.dumps(rows) if name == "train.json" else "\n".join(map(json.dumps, rows))
+    (tmp_path / name).write_bytes(gzip.compress(lines.encode()) if name.endswith(".gz") else lines.encode())
+    (tmp_path / "meta.json").write_text(json.dumps({"train": {"file_name": name, "media_dir": "."}}))
+    of_file, of_meta = (
+        json.loads(run(path, "--processor", saved, "--json").stdout)
+        for path in (tmp_path / name, tmp_path / "meta.json")
+    )
+    assert [dataset["name"] for dataset in of_file["datasets"]] == ["train"]
+    assert of_file["all"]["rows"] == 3
+    assert of_meta["all"] == {**of_file["all"], "reused": 3}  # they share their count file
 
 
 def test_help_shows_flags_without_a_value() -> None:

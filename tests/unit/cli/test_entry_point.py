@@ -2,22 +2,30 @@
 
 import contextlib
 import json
+import logging
 import os
 import pty
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 import packhorse
+from contract.tiny_models import tiny_model
 from count_samples import python_path, save_processor, sidecars, stale_files, write_chats, write_rows
 from packhorse.cli.app import app
+from packhorse.cli.terminal import in_options
+from warm_python import run_warm
 
 PACKHORSE = str(Path(sys.executable).with_name("packhorse"))
 COMMANDS = ("demo", "stats", "count", "plan", "check", "view", "parity", "ledger")
@@ -96,7 +104,7 @@ def test_the_help_of_a_command_has_examples_exit_codes_and_json(command: str) ->
         ("cut.json", b'{"a": {', "not a valid meta file"),
         ("binary.json", b"\xff\xfe\x00", "not a valid meta file"),
         ("none.json", b"{}", "no dataset|no example|0 rows"),
-        ("list.json", b"[1, 2]", "looks like a data file"),
+        ("row.json", b'{"messages": []}', "is a single row"),
         ("number.json", b'{"a": 3}', "expected an object"),
         ("nameless.json", b'{"a": {}}', "has no file_name"),
     ],
@@ -124,6 +132,170 @@ def test_a_processor_that_is_none_is_one_line_and_exit_code_2(
     for folder, says in (("nowhere", "no such folder"), ("empty", "cannot be opened")):
         line = error_line([command, meta, *options(command, saved), name, tmp_path / folder])
         assert f"{tmp_path}/{folder}: {says}" in line
+
+
+@pytest.mark.parametrize("command", ON_A_META_FILE)
+def test_a_folder_that_does_not_exist_is_reported_without_asking_the_hub(
+    command: str, tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: object, **__: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("packhorse.families.models._hub_answers", ask)
+    meta = write_chats(tmp_path / "data", 3)
+    name = "--model" if command == "parity" else "--processor"
+    for folder in ("./nowhere", "../no/where", "~/nowhere", "models/qwen/base", "/nowhere"):
+        line = error_line([command, meta, *options(command, saved), name, folder])
+        assert f" {folder}: no such folder. Expected a folder or hub name" in line
+
+
+@pytest.mark.parametrize("name", ["processor_config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "[]", "null", "{torn"])
+def test_a_broken_file_of_a_processor_is_one_line(
+    name: str, content: str, tmp_path: Path, saved: str
+) -> None:
+    meta, folder = write_chats(tmp_path / "data", 3), tmp_path / "model"
+    shutil.copytree(saved, folder)
+    (folder / name).write_text(content)
+    assert f"processor {folder}: cannot be opened (" in error_line(["plan", meta, "--processor", folder])
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A port on which nothing listens, and that no other process takes."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+@pytest.mark.parametrize("command", ON_A_META_FILE)
+def test_without_a_network_a_hub_name_is_one_line_at_once(
+    command: str, tmp_path: Path, saved: str, closed_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed_port}")
+    meta = write_chats(tmp_path / "data", 3)
+    name = "--model" if command == "parity" else "--processor"
+    started = time.monotonic()
+    line = error_line([command, meta, *options(command, saved), name, "someone/missing"])
+    assert time.monotonic() - started < 10, "the hub's client alone retries for 100 s"
+    assert "someone/missing: no such folder in" in line
+    assert "the hub cannot be reached. Pass the folder" in line
+
+
+def test_without_a_network_a_new_process_fails_or_takes_a_cached_processor_within_seconds(
+    tmp_path: Path, saved: str, closed_port: int
+) -> None:
+    meta, cached = write_chats(tmp_path / "data", 3), tmp_path / "cache" / "models--someone--model"
+    shutil.copytree(saved, cached / "snapshots" / "abc")
+    tiny_model("qwen2_vl").config.save_pretrained(cached / "snapshots" / "abc")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    env = {"HF_ENDPOINT": f"http://127.0.0.1:{closed_port}", "HF_HUB_OFFLINE": "0"}
+    env |= {"HF_HUB_CACHE": str(tmp_path / "cache"), "PYTHONPATH": python_path(tmp_path / "path")}
+    started = time.monotonic()
+    missing, found = (
+        run("stats", meta, "--processor", name, "--num-workers", "1", **env)
+        for name in ("someone/missing", "someone/model")
+    )
+    assert time.monotonic() - started < 60, "the hub's client alone retries for minutes"
+    assert (missing.returncode, missing.stdout, len(missing.stderr.splitlines())) == (2, "", 1)
+    assert "the hub cannot be reached" in missing.stderr
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_a_hub_that_accepts_and_never_answers_counts_as_no_network(
+    tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packhorse.families.models._HUB_SECONDS", 0.3)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    meta = write_chats(tmp_path / "data", 3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        line = error_line(["plan", meta, "--processor", "someone/missing"])
+    assert "the hub cannot be reached" in line
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "shown"),
+    [
+        ("plan", "set placeholder='never'", "set --placeholder never"),
+        (
+            "plan",
+            "raise pack_size or set on_overlong='drop' or 'truncate'",
+            "raise --pack-size or set --on-overlong drop or truncate",
+        ),
+        ("plan", "max_bad_share=0.5 and seed=-1", "--max-bad-share 0.5 and --seed -1"),
+        ("plan", "dataset_names has coco twice", "--dataset has coco twice"),
+        ("plan", "allow it with trust_remote_code=True.", "allow it with --trust-remote-code."),
+        ("plan", "the processor of a model with a seed", "the processor of a model with a seed"),
+        ("plan", "/data/pack_size/a.json: no pack_size.json", "/data/pack_size/a.json: no pack_size.json"),
+        ("plan", "pad_to_size=True pads them", "pad_to_size=True pads them"),
+        ("parity", "attn_implementation='flash': no", "--attn-implementation flash: no"),
+        ("count", "ray_address='a:1' goes with", "--ray-address a:1 goes with"),
+        ("ledger", "pack_size=3", "pack_size=3"),
+    ],
+)
+def test_messages_name_options_as_they_are_typed(command: str, message: str, shown: str) -> None:
+    assert in_options(command, message) == shown
+
+
+def test_an_error_of_a_setting_is_in_the_spelling_of_the_command(tmp_path: Path, saved: str) -> None:
+    meta = write_chats(tmp_path / "data", 30)
+    more = ["--processor", saved, "--num-workers", "1", "--pack-size", "8", "--on-overlong", "raise"]
+    line = error_line(["plan", meta, *more])
+    assert line.endswith(": raise --pack-size or set --on-overlong drop or truncate")
+
+
+def test_warnings_of_other_libraries_are_only_shown_with_v(tmp_path: Path, saved: str) -> None:
+    meta, folder = write_chats(tmp_path / "data", 3), tmp_path / "model"
+    shutil.copytree(saved, folder)
+    config = tiny_model("qwen2_vl").config.to_dict()
+    config["text_config"]["rope_parameters"]["unknown_key"] = 1  # transformers logs a warning
+    (folder / "config.json").write_text(json.dumps(config))
+    site = python_path(tmp_path / "path")
+    with open(tmp_path / "path" / "site" / "sitecustomize.py", "a") as file:
+        file.write(
+            "import warnings\nimport transformers\nopen_it = transformers.AutoProcessor.from_pretrained\n"
+            "def warn(*a, **k):\n    warnings.warn('a library warns')\n    return open_it(*a, **k)\n"
+            "transformers.AutoProcessor.from_pretrained = warn\n"
+        )
+    arguments = ["plan", meta, "--processor", folder, "--num-workers", "1"]
+    quiet, loud = (run(*arguments, *more, PYTHONPATH=site) for more in ((), ("-v",)))
+    assert (quiet.returncode, quiet.stderr) == (0, "")
+    assert "unknown_key" in loud.stderr
+    assert "a library warns" in loud.stderr
+    assert loud.returncode == 0
+
+
+def test_a_command_leaves_warnings_loggers_and_environment_as_they_were(tmp_path: Path) -> None:
+    before = dict(os.environ), logging.getLogger("transformers").level, list(warnings.filters)
+    assert CliRunner().invoke(app, ["stats", str(write_chats(tmp_path, 3))]).exit_code == 0
+    assert (dict(os.environ), logging.getLogger("transformers").level, list(warnings.filters)) == before
+
+
+def test_llama_factorys_dataset_info_is_named_with_the_way_out(tmp_path: Path) -> None:
+    write_rows(tmp_path / "charts.json", [{"conversations": []}])
+    entries = {
+        "formatting": {"file_name": "charts.json", "formatting": "sharegpt"},
+        "hub": {"hf_hub_url": "someone/data", "ms_hub_url": "someone/data"},
+        "columns": {"file_name": "charts.json", "columns": {"prompt": "instruction"}},
+    }
+    for name, entry in entries.items():
+        (tmp_path / "dataset_info.json").write_text(json.dumps({name: entry}))
+        line = error_line(["check", tmp_path / "dataset_info.json"])
+        assert f"dataset_info.json: dataset '{name}'" in line
+        assert "A dataset_info.json of LLaMA-Factory is not read as it is: write a meta file from it" in line
+    (tmp_path / "meta.json").write_text(json.dumps({"a": {"file_name": "charts.json", "colums": {}}}))
+    assert "LLaMA-Factory" not in error_line(["check", tmp_path / "meta.json"])
+
+
+def test_a_mistyped_dataset_gets_a_suggestion(tmp_path: Path) -> None:
+    meta = write_chats(tmp_path, 3)
+    assert error_line(["check", meta, "--dataset", "chat"]).endswith(
+        "no dataset chat (did you mean 'chats'?); it has chats"
+    )
 
 
 def test_a_place_that_cannot_be_written_is_said_before_the_long_work(tmp_path: Path, saved: str) -> None:
@@ -187,11 +359,13 @@ def test_with_json_standard_output_holds_one_object_and_standard_error_nothing(
     tmp_path: Path, saved: str
 ) -> None:
     meta = write_chats(tmp_path / "data", 12)
-    env = {"PYTHONPATH": python_path(tmp_path / "path"), "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, "PYTHONPATH": python_path(tmp_path / "path")}
     for command in ("stats", "check", "count", "plan"):
-        result = run(command, meta, *options(command, saved), "--json", **env)
+        arguments = (command, meta, *options(command, saved), "--json")
+        # The tests of the other commands have one that runs to its end in a new interpreter.
+        result = run(*arguments, **env) if command == "count" else run_warm(PACKHORSE, *arguments, env=env)
         assert (result.returncode, result.stderr) == (0, ""), command
-        assert json.loads(result.stdout)["version"] == 1
+        assert json.loads(result.stdout)["version"] == (2 if command == "plan" else 1)
 
 
 def on_a_terminal(arguments: list[str], **env: str) -> bytes:

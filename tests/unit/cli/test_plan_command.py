@@ -98,14 +98,24 @@ def test_the_names_of_the_json_stay(report: dict[str, Any]) -> None:
     assert list(report) == [
         *("version", "name", "meta", "processor", "model", "epoch", "settings", "rows", "packed", "dropped"),
         *("packs", "fewest_packs", "pack_size", "reserve", "capacity", "tokens", "supervised", "fill"),
-        *("documents_per_pack", "straggler", "reasons", "bad", "max_bad_share", "nothing_supervised"),
-        *("not_drawn", "datasets", "histograms", "padding", "estimated", "plan"),
+        *(
+            "padded_wasted",
+            "documents_per_pack",
+            "straggler",
+            "reasons",
+            "bad",
+            "max_bad_share",
+            "nothing_supervised",
+        ),
+        *("not_drawn", "datasets", "histograms", "comparison", "plan"),
     ]
     assert [one["ranks"] for one in report["straggler"]] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-    costs = {"random", "by_length", "packed", "packed_unpadded"}
-    assert set(report["padding"]) == {"batch_size", "tokens", *costs}
-    assert report["padding"]["tokens"] == report["tokens"]
-    assert report["padding"]["packed"]["slots"] == report["packs"] * SIZE
+    methods = ("packed", "random", "length_grouped", "trl")
+    assert list(report["comparison"]) == ["ranks", "batch_size", "tokens", *methods]
+    numbers = ["steps", "slots", "wasted", "fill", "straggler", "time"]
+    assert [list(report["comparison"][name]) for name in methods] == [numbers] * 4
+    assert report["comparison"]["tokens"] == report["tokens"]
+    assert report["packs"] * SIZE * (1 - report["padded_wasted"]) == pytest.approx(report["tokens"])
     assert sum(report["histograms"]["fill"]["counts"]) == report["packs"]
     assert sum(report["histograms"]["length"]["counts"]) == report["packed"]
 
@@ -141,11 +151,11 @@ def test_the_straggler_ratio_is_printed_for_any_number_of_ranks(
     meta: Path, saved: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "made.phplan"
-    asked = ("--no-estimates", "--out", out, "--ranks", "3,24", "--ranks", 8)
+    asked = ("--out", out, "--ranks", "3,24", "--ranks", 8)
     entries = json.loads(run(meta, saved, "--json", *asked).stdout)["straggler"]
     assert [one["ranks"] for one in entries] == [1, 2, 3, 4, 8, 16, 24, 32, 64, 128, 256, 512]
     shown = run(meta, saved, *asked).stdout
-    table = shown.partition("Straggler ratio")[2].partition("Cost of the same rows")[0]
+    table = shown.partition("Straggler ratio")[2].partition("The same rows")[0]
     assert re.findall(r"^ *(\d+) +\d+ +[\d.]+ +[\d.]+ *$", table, re.MULTILINE) == [
         *("1", "3", "8", "24", "64", "512")
     ]
@@ -174,9 +184,26 @@ def test_rows_that_are_dropped_are_reported_with_file_and_line(report: dict[str,
     assert re.search(rf"; {meta.parent}/charts\.jsonl:9 \(byte \d+\)$", details["missing_media"])
 
 
-def test_sorted_batches_waste_no_more_than_random_ones(report: dict[str, Any]) -> None:
-    padding = report["padding"]
-    assert 0 < padding["by_length"]["wasted"] <= padding["random"]["wasted"] < 1
+def test_the_plan_is_compared_with_padded_batches_and_trl_packing(
+    report: dict[str, Any], meta: Path, saved: str, tmp_path: Path
+) -> None:
+    shown = run(meta, saved, "--out", tmp_path / "made.phplan").stdout
+    table = shown.partition("The same rows in batches of other libraries, on 8 ranks")[2]
+    lines = re.findall(r"^  (\S.*?)  +(\d+) +([\d.]+%) +(\S+) +([\d.]+) +([\d.]+) *$", table, re.MULTILINE)
+    names = ("packed", "random", "length_grouped", "trl")
+    methods = [report["comparison"][name] for name in names]
+    assert [line[0] for line in lines] == [
+        "these packs",
+        "random batches of 8, padded",
+        "length-grouped batches of 8, padded (transformers)",
+        "packs of 512, best fit (TRL bfd)",
+    ]
+    assert [line[1] for line in lines] == [str(method["steps"]) for method in methods]
+    assert [line[2] for line in lines] == [f"{method['wasted']:.1%}" for method in methods]
+    assert [line[5] for line in lines] == [f"{method['time']:.2f}" for method in methods]
+    assert "TRL packs text only" in shown
+    text_only = run(meta, saved, "--dataset", "chats", "--out", tmp_path / "made.phplan").stdout
+    assert "TRL packs text only" not in text_only
 
 
 def test_text_without_a_terminal_has_no_control_codes_and_says_what_json_says(
@@ -236,17 +263,6 @@ def test_long_samples_are_dropped_cut_or_an_error_as_asked(tmp_path: Path, saved
     assert not (tmp_path / "never.phplan").exists()
 
 
-def test_estimates_can_be_skipped_and_show_what_would_be_lost(meta: Path, saved: str, tmp_path: Path) -> None:
-    out = tmp_path / "made.phplan"
-    assert json.loads(run(meta, saved, "--json", "--no-estimates", "--out", out).stdout)["estimated"] is None
-    # A byte is a token here, and an estimate takes three bytes for one: packs overflow.
-    guessed = json.loads(run(meta, saved, "--json", "--dataset", "chats", "--out", out).stdout)["estimated"]
-    assert guessed["rows"] == 10
-    assert guessed["lost_overflow"] > 0
-    assert guessed["lost"] == guessed["lost_overflow"] + guessed["lost_too_long"]
-    assert 0 < guessed["fill"] <= 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -301,7 +317,8 @@ def test_a_model_config_next_to_the_processor_changes_costs_but_not_packs(meta: 
 def test_packs_as_they_are_delivered_waste_nothing_but_what_alignment_adds(
     report: dict[str, Any], meta: Path, saved: str, tmp_path: Path
 ) -> None:
-    assert report["padding"]["packed_unpadded"] == {"slots": report["tokens"], "wasted": 0.0}
+    packed = report["comparison"]["packed"]
+    assert (packed["slots"], packed["wasted"]) == (report["tokens"], 0.0)
     settings: dict[str, Any] = {"pack_size": SIZE, "dataset_names": ["chats"], "max_bad_share": None}
     loader = packhorse.load(str(meta), build("qwen2_vl"), model="unchecked", **settings)
     made = json.loads(run(meta, saved, "--json", "--dataset", "chats", "--out", tmp_path / "p").stdout)
@@ -309,10 +326,10 @@ def test_packs_as_they_are_delivered_waste_nothing_but_what_alignment_adds(
     delivered = 0
     for batch in loader:
         delivered += batch.info.slots
-    assert made["padding"]["packed_unpadded"]["slots"] == delivered
+    assert made["comparison"]["packed"]["slots"] == delivered
     aligned = json.loads(run(meta, saved, "--json", "--alignment", 16, "--out", tmp_path / "p").stdout)
-    assert aligned["padding"]["packed_unpadded"]["slots"] % 16 == 0
-    assert 0 < aligned["padding"]["packed_unpadded"]["wasted"] < aligned["padding"]["packed"]["wasted"]
+    assert aligned["comparison"]["packed"]["slots"] % 16 == 0
+    assert 0 < aligned["comparison"]["packed"]["wasted"] < aligned["padded_wasted"]
 
 
 def test_a_plan_says_where_the_loader_would_stop_because_of_bad_rows(
@@ -349,7 +366,8 @@ def test_several_pack_sizes_are_compared_and_no_plan_is_written(meta: Path, save
             str(meta), build("qwen2_vl"), model="unchecked", pack_size=one["pack_size"], max_bad_share=None
         )
         assert (one["packs"], one["fill"]) == (len(loader.plan), loader.plan.fill)
-    assert set(report["padding"]) == {"batch_size", "tokens", "random", "by_length"}
+    largest = report["sizes"][-1]
+    assert report["comparison"]["packed"]["straggler"] == largest["straggler_8"]
     table = run(meta, saved, "--pack-size", "512,1024")
     assert re.search(rf"^ *1,024 +{report['sizes'][1]['packs']} ", table.stdout, re.MULTILINE)
     assert set(meta.parent.glob("*.phplan")) == before

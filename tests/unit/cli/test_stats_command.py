@@ -27,7 +27,7 @@ def run(*arguments: object) -> Result:
 
 def test_estimates_are_shown_as_such_at_eighty_columns_without_control_codes(tmp_path: Path) -> None:
     meta = write_demo_data(tmp_path)
-    command = [sys.executable, "-m", "packhorse", "stats", str(meta), "--each"]
+    command = [sys.executable, "-m", "packhorse", "stats", str(meta), "--each", "-v"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.startswith("ESTIMATES: ")
     assert result.stderr == ""
@@ -47,7 +47,7 @@ def test_with_a_processor_rows_are_counted_first_and_reused_then(tmp_path: Path,
     assert first.exit_code == 0, first.output
     assert "ESTIMATES" not in first.stdout
     assert "40 rows counted, 0 reused." in first.stdout
-    assert "all: tokens of an image\n" in first.stdout
+    assert "all: tokens of an image\n" in run(meta, "--processor", saved, "-v").stdout
     assert "0 rows counted, 40 reused." in run(meta, "--processor", saved).stdout
     counted = CliRunner().invoke(app, ["count", str(meta), "--processor", saved, "--json"])
     report = json.loads(run(meta, "--processor", saved, "--json").stdout)
@@ -56,6 +56,25 @@ def test_with_a_processor_rows_are_counted_first_and_reused_then(tmp_path: Path,
     assert report["all"]["tokens"]["max"] == totals["longest"]
     assert report["all"]["supervised_tokens"]["sum"] == totals["supervised"]
     assert (report["estimated"], report["exact"]) == (False, True)
+
+
+def test_the_output_is_short_unless_more_is_requested(tmp_path: Path, saved: str) -> None:
+    meta = write_demo_data(tmp_path)
+    short_output = run(meta, "--processor", saved).stdout
+    assert len(short_output.splitlines()) <= 20
+    assert "Tokens of a row" in short_output
+    assert re.search(
+        r"^media: \d+ images, \d videos?; \d+ of 40 rows are text only$", short_output, re.MULTILINE
+    )
+    assert "charts: excluded: 1 malformed_row\n" in short_output
+    long_output = run(meta, "--processor", saved, "-v").stdout
+    for added in ("\nMedia\n", "\nImages\n", "all: tokens of a row\n", "charts: the longest rows\n"):
+        assert added not in short_output
+        assert added in long_output
+    assert "charts: tokens of a row\n" in run(meta, "--processor", saved, "--each").stdout
+    assert (
+        run(meta, "-v", "--json").stdout.count("longest") == run(meta, "--json").stdout.count("longest") > 0
+    )
 
 
 def test_the_statistics_can_be_had_as_json(tmp_path: Path) -> None:
@@ -93,16 +112,17 @@ def test_the_longest_rows_are_named_with_file_and_line(tmp_path: Path, saved: st
     assert f"chats: the longest rows\n  chats/3, {about}{longest} tokens, " in shown
     assert "chats/1," not in shown
     assert "(1 of 9 rows could not be counted; only the column `rows` includes them.)" in shown
-    assert "the longest rows" not in run(meta, *more, "--longest", 0).stdout
+    assert "chats: the longest rows" not in run(meta, *more, "--longest", 0).stdout
 
 
 def test_no_rows_and_text_alone_are_shown(tmp_path: Path, saved: str) -> None:
-    text = run(write_chats(tmp_path / "text", 3), "--processor", saved)
+    text = run(write_chats(tmp_path / "text", 3), "--processor", saved, "-v")
     assert text.exit_code == 0
     assert "visual" not in text.stdout
+    assert "media: none; 3 of 3 rows are text only" in run(tmp_path / "text" / "meta.json").stdout
     meta = write_chats(tmp_path / "none", 0)
     write_rows(tmp_path / "none" / "chats.jsonl", [])
-    for result in (run(meta), run(meta, "--processor", saved)):
+    for result in (run(meta), run(meta, "-v"), run(meta, "--processor", saved)):
         assert result.exit_code == 0, result.output
         assert re.search(r"^ *chats +0 ", result.stdout, re.MULTILINE)
 

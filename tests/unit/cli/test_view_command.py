@@ -23,7 +23,7 @@ from packhorse.neat_packing_vlm import plan_packs
         ("nowhere.json", "nowhere.json"),
         ("nowhere.phplan", "nowhere.phplan: no such file"),
         ("{meta}", "is a meta file: pass --processor"),
-        ("{rows}", "looks like a data file; expected a meta file"),
+        ("{rows}", "is a data file: pass --processor"),
         ("{plan} --processor /nowhere", "processor /nowhere: no such folder"),
         ("{bare}", "write it with `packhorse plan`"),
         ("{torn}", "is not a complete plan"),

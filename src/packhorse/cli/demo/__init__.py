@@ -28,6 +28,7 @@ def demo(
     out: Annotated[
         Path, terminal.text("DIR", "Folder to write to: a new one, or that of an earlier demo.")
     ] = Path("demo"),
+    verbose: terminal.VERBOSE = False,
     as_json: terminal.AS_JSON = False,
 ) -> None:
     """Check, count, plan, train, kill, resume and compare, in about a minute.
@@ -36,9 +37,8 @@ def demo(
     """
     old_report = out / _FILES["report"]
     note = f"; {old_report} is from an earlier run" if old_report.exists() else ""
-    with terminal.one_line_errors(
-        "demo", f"{out} is incomplete (the next run starts from the beginning){note}"
-    ):
+    stopped = f"{out} is incomplete (the next run starts from the beginning){note}"
+    with terminal.one_line_errors("demo", stopped, verbose):
         from packhorse.cli.demo.steps import run_demo
 
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():

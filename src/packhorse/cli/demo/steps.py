@@ -20,7 +20,7 @@ from typing import Any
 
 from packhorse.cli import terminal
 from packhorse.cli.demo.train import PACK_SIZE, SAVE_EVERY, Step, demo_config, read_trace
-from packhorse.cli.plan import WHY_PACK, print_costs, print_dropped, summary_lines
+from packhorse.cli.plan import print_comparison, print_dropped, summary_lines
 from packhorse.errors import ConfigError, PackhorseError
 from packhorse.ledger import Ledger, read_ledgers
 from packhorse.utils.files import write_atomic
@@ -152,7 +152,7 @@ class Demo:
         for name, text in summary_lines(self.plan):
             self._line(f"{name:<10} {text}")
         self.out.line()
-        print_costs(self.plan, self.out)
+        print_comparison(self.plan, self.out)
         print_dropped(self.plan, self.out)
 
     def train(self) -> None:
@@ -259,7 +259,6 @@ class Demo:
             failed=self._num_failed(),
             loss_plot=plots.losses(losses, self.kill_at, "Loss by step"),
             rows_plot=plots.meter(self.delivered / max(1, self.rows), "Rows trained"),
-            why_pack=WHY_PACK[1:-1],
             drops=[(drop.key, drop.action, drop.reason, drop.detail) for drop in self.ledger],
             commands=self._next_commands(),
             **plan_plots(self.plan),
@@ -311,11 +310,14 @@ def _short(text: str, most: int = 90) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Work offline, silence the logs of libraries, and use one thread per process, which is faster here."""
+    """Work offline, without logs of Packhorse, and use one thread per process, which is faster here."""
     import torch
 
-    variables = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
-    variables |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     log, threads = logging.getLogger("packhorse"), torch.get_num_threads()

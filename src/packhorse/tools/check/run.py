@@ -20,7 +20,7 @@ import orjson
 
 from packhorse.count.parts import check_media_dir, map_parts, split_parts, with_absolute_paths
 from packhorse.count.sidecar import data_source
-from packhorse.errors import ConfigError, MissingDependency, plain_error
+from packhorse.errors import ConfigError, MissingDependency, plain_error, suggest
 from packhorse.formats.meta import DatasetConfig, Meta, read_meta
 from packhorse.rows.row_files import RowFile, open_rows
 from packhorse.rows.selection import row_key
@@ -256,7 +256,8 @@ def check_meta(
     """
     started = time.monotonic()
     if unknown := sorted(set(ignore) - set(RULES)):
-        raise ConfigError(f"no rule {', '.join(unknown)}; there are {', '.join(RULES)}")
+        hints = ", ".join(f"{name}{suggest(name, RULES)}" for name in unknown)
+        raise ConfigError(f"no rule {hints}; there are {', '.join(RULES)}")
     if max_length is not None and (processor is None or max_length < 1):
         raise ConfigError(f"max_length={max_length}: expected at least 1, and a processor to count with")
     if part_rows is not None and part_rows < 1:
