@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from packhorse.collate.packed import ATTENTION
-from packhorse.errors import ConfigError, require
+from packhorse.errors import ConfigError, require, suggest
 from packhorse.families import FAMILIES
 from packhorse.families.models import packing_error, packing_problems
 
@@ -53,18 +53,17 @@ def check_attention(attn_implementation: str) -> None:
     register_varlen()
     known = {"eager", *require("transformers", "train").AttentionInterface()}
     if attn_implementation not in known:
-        raise ConfigError(f"attention {attn_implementation!r}: expected one of {', '.join(sorted(known))}")
+        choices = ", ".join(sorted(known))
+        raise ConfigError(
+            f"attn_implementation={attn_implementation!r}: expected one of {choices}"
+            f"{suggest(attn_implementation, sorted(known))}"
+        )
     flash = attn_implementation == "flash_attention_2"
     if flash and not require("transformers.utils", "train").is_flash_attn_2_available():
         raise ConfigError(
             "flash_attention_2 needs the package flash-attn and a GPU, which transformers does not find: "
             "pip install flash-attn, or use varlen, PyTorch's kernel"
         )
-
-
-def attention_of(model: PreTrainedModel) -> str:
-    """Return the attention of a model's decoder."""
-    return str(model.config.get_text_config()._attn_implementation)
 
 
 def varlen_mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
@@ -326,7 +325,9 @@ def unsupported_features(info: AttentionInfo, backend: str, longest: int | None 
     ``longest`` is the tokens of the longest document, at most the pack size; None if unknown.
     """
     if backend not in ATTENTION:
-        raise ConfigError(f"attn={backend!r}: expected 'auto' or one of {', '.join(ATTENTION)}")
+        raise ConfigError(
+            f"attn_implementation={backend!r}: expected 'auto' or one of {', '.join(ATTENTION)}"
+        )
     varlen, flash = backend == "varlen", backend == "flash_attention_2"
     gpu, kernel = info.device == "cuda", (varlen or flash) and info.device == "cuda"
     window, head = info.window is not None, info.head or 0
@@ -380,14 +381,16 @@ def _window_problems(info: AttentionInfo, backend: str, longest: int | None) -> 
         yield f"a layer has chunks of {info.chunk:,} tokens, which packed batches do not support{lengths}"
 
 
-def choose_attention(info: AttentionInfo, attn: str = "auto", longest: int | None = None) -> str:
-    """Return ``attn`` if it is right for the model; for ``"auto"`` the fastest that is. Else raise."""
+def choose_attention(
+    info: AttentionInfo, attn_implementation: str = "auto", longest: int | None = None
+) -> str:
+    """Return the requested attention, or with ``"auto"`` the fastest that is right; raise if it is wrong."""
     if info.mixing:
         raise packing_error(info.mixing)
-    if attn != "auto":
-        if wrong := unsupported_features(info, attn, longest):
-            raise ConfigError(f"{attn} is wrong here: {'; '.join(wrong)}")
-        return attn
+    if attn_implementation != "auto":
+        if wrong := unsupported_features(info, attn_implementation, longest):
+            raise ConfigError(f"{attn_implementation} is wrong here: {'; '.join(wrong)}")
+        return attn_implementation
     rejected = {}
     for backend in BEST_ON_CUDA if info.device == "cuda" else BEST_ELSEWHERE:
         rejected[backend] = unsupported_features(info, backend, longest)

@@ -8,15 +8,21 @@ every batch contributes the *sum* over its tokens, divided by the number of toke
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from packhorse.chat import IGNORE_INDEX
+from packhorse.collate.packed import model_inputs
 from packhorse.distributed import has_process_group, reachable_device
 from packhorse.errors import ConfigError
+from packhorse.types import to_device
+
+if TYPE_CHECKING:
+    from packhorse.loader.loader import Loader
 
 Item = TypeVar("Item")
 
@@ -87,7 +93,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return gradient, None
 
 
-def supervised_tokens(batch: Mapping[str, Any]) -> int:
+def count_batch_supervised(batch: Mapping[str, Any]) -> int:
     """Return the number of supervised tokens of a batch."""
     return int((batch["labels"] != IGNORE_INDEX).sum())
 
@@ -107,7 +113,7 @@ def count_supervised(
             parallel) must not share a group, or their tokens count twice.
         device: of the all-reduce; None for that of the backend.
     """
-    count = sum(supervised_tokens(batch) for batch in batches)
+    count = sum(count_batch_supervised(batch) for batch in batches)
     if not has_process_group():
         return count
     total = torch.tensor(count, dtype=torch.int64, device=device or reachable_device(group))
@@ -137,3 +143,72 @@ def grouped(batches: Iterable[Item], gradient_accumulation_steps: int) -> Iterat
             group = []
     if group:
         yield group
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Result of :func:`evaluate`.
+
+    Attributes:
+        loss: mean cross entropy over all supervised tokens.
+        tokens: supervised tokens, of all ranks.
+    """
+
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """Return ``exp(loss)``."""
+        return float(torch.tensor(self.loss, dtype=torch.float64).exp())
+
+
+def evaluate(model: torch.nn.Module, loader: Loader, group: dist.ProcessGroup | None = None) -> Evaluation:
+    """Return the mean loss over all supervised tokens of a loader's rows, on all ranks.
+
+    Each call iterates over the loader's epoch 0 from its start: every row once, in the same batches. The
+    model runs in evaluation mode without gradients; its modules then get their mode back. Every rank of a
+    process group must call it.
+
+    Args:
+        model: prepared for the loader's batches; also inside PEFT, DDP or FSDP.
+        loader: over validation rows, not the one that is trained on.
+        group: the data-parallel ranks; None for all.
+
+    Raises:
+        ConfigError: the rows have no supervised token, the loader is for another number of ranks, or the
+            model runs another attention than the batches are for.
+    """
+    world = loader.world
+    if has_process_group() and world.size != (ranks := dist.get_world_size(group)):
+        raise ConfigError(
+            f"the loader is for rank {world.rank} of {world.size}, but {ranks} ranks evaluate: build the "
+            "loader when torch.distributed is initialised, or pass world="
+        )
+    if loader.cursor and loader.remaining:  # an evaluation was interrupted
+        loader.set_epoch(loader.epoch + 1)
+    loader.set_epoch(0)
+    device = next(model.parameters()).device
+    totals = torch.zeros(2, dtype=torch.float64)  # loss and tokens
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            for number, batch in enumerate(loader):
+                moved = to_device(batch, device)
+                inputs = model_inputs(moved, None if number else model)  # checking one batch is enough
+                totals[0] += token_loss(model(**inputs).logits, moved["labels"], 1).cpu()
+                totals[1] += count_batch_supervised(batch)
+    finally:
+        for module in training:
+            module.training = True
+    if has_process_group():
+        totals = totals.to(reachable_device(group))
+        dist.all_reduce(totals, group=group)
+    loss, tokens = totals.tolist()
+    if not tokens:
+        raise ConfigError(
+            "no supervised token in the validation rows: each row needs an assistant turn. "
+            "loader.epoch_stats says what became of the rows"
+        )
+    return Evaluation(loss / tokens, int(tokens))

@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import ConfigError
 from packhorse.families.qwen_vl import RopeIndex, rope_index
-from packhorse.integrations.loss import supervised_tokens, token_loss
+from packhorse.integrations.loss import count_batch_supervised, token_loss
 from packhorse.pp_media import VLM_PP_MEDIA_KEY, stage_vlm_media_for_pp
 from packhorse.pp_media.stage import innermost
 
@@ -109,7 +109,7 @@ def pipeline_inputs(
     if positions is not None:
         kwargs["position_ids"] = positions
     axes = {name: _axis(name, value, len(ids)) for name, value in kwargs.items()}
-    tokens = supervised_tokens(batch)
+    tokens = count_batch_supervised(batch)
     rows = even_rows(len(ids), n_microbatches)
     if bool((rows < 0).any()):
         ids, labels, kwargs = _add_rows(ids, labels, kwargs, axes, rows, config)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from packhorse.collate.packed import check_takes_batches_of
 from packhorse.errors import ConfigError
-from packhorse.families.models import UNCHECKED, check_packable, models_in
+from packhorse.families.models import UNCHECKED, attention_of, check_packable, models_in, unwrap
 from packhorse.integrations.loss import count_supervised
 from packhorse.types import Batch
 
@@ -42,14 +43,17 @@ def check_world(
 
 
 def check_model(loader: Loader, module: torch.nn.Module) -> None:
-    """Raise if a loader yields packs and the module holds a model that packed rows are wrong for.
+    """Raise if a loader yields packs and the module holds a model that they are wrong for.
 
-    If the loader has ``model="unchecked"``, nothing is checked.
+    That is a model for which packed rows are wrong, or one that runs another attention. If the loader has
+    ``model="unchecked"``, nothing is checked.
     """
-    if loader.config.mode != "pack" or loader.model_name == UNCHECKED:
+    if loader.attn_implementation is None or loader.model_name == UNCHECKED:
         return
     for model in models_in(module):
         check_packable(model)
+        name = type(unwrap(model)).__name__
+        check_takes_batches_of(name, attention_of(model), loader.attn_implementation)
 
 
 class TrainerFeed:

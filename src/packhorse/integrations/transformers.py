@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from logging import getLogger
 from pathlib import Path
@@ -19,15 +20,14 @@ from packhorse.collate.packed import model_inputs
 from packhorse.errors import ConfigError, require
 from packhorse.families.models import check_router_loss, honours_shift_labels, make_honour_shift_labels
 from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
-from packhorse.integrations.loss import count_supervised, supervised_tokens, token_loss
+from packhorse.integrations.loss import count_batch_supervised, count_supervised, evaluate, token_loss
 from packhorse.integrations.trainer_feed import TrainerFeed, check_model, check_world
+from packhorse.loader.loader import Loader
 from packhorse.types import Batch, to_device
 from packhorse.utils.files import write_atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
-
-    from packhorse.loader.loader import Loader
 
 LOADER_STATE = "packhorse_loader.json"
 """File name of the loader's state in a checkpoint folder."""
@@ -50,7 +50,8 @@ class TrainFromLoader:
       batch, without loading earlier ones, also with another number of ranks.
     - The loader's metrics are logged with the loss.
 
-    Evaluation is that of the Trainer, with ``eval_dataset`` and the collate function.
+    ``eval_dataset`` may be a second loader, or several by name: ``eval_loss`` is then the mean over their
+    supervised tokens (:func:`packhorse.evaluate`). Evaluation on other datasets is that of the Trainer.
 
     Args:
         loader: a :class:`packhorse.Loader` with the ``gradient_accumulation_steps`` of the Trainer.
@@ -77,6 +78,7 @@ class TrainFromLoader:
                 "compute_loss in your class"
             )
         check_router_loss(getattr(self.model, "config", None))  # type: ignore[attr-defined]
+        self._check_metrics(self.eval_dataset)  # type: ignore[attr-defined]
         args.ignore_data_skip = True  # the loader skips used batches
         self.model_accepts_loss_kwargs = True  # for versions without loss_is_scaled_for_ga
         self._requested_steps = args.max_steps
@@ -84,7 +86,8 @@ class TrainFromLoader:
         self._counted_step = 0  # the global_step at which micro-batches were last counted
 
     def get_train_dataloader(self) -> TrainerFeed:
-        """Return the loader's batches, not prepared by Accelerate."""
+        """Return the loader's batches, not prepared by Accelerate; raise if the model does not suit them."""
+        check_model(self.loader, self.model)  # type: ignore[attr-defined]
         return self._feed
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
@@ -93,12 +96,12 @@ class TrainFromLoader:
         args.max_steps, self._resumed, self._finished = self._requested_steps, False, False
         self._count_finished_step()
         if resume_from_checkpoint is True:
-            last = require("transformers.trainer_utils", "trainer").get_last_checkpoint(args.output_dir)
+            last = _last_checkpoint(Path(str(args.output_dir)))
             if last is None:
                 raise ConfigError(
                     f"resume_from_checkpoint=True, but there is no checkpoint in {args.output_dir}"
                 )
-            resume_from_checkpoint = last
+            resume_from_checkpoint = str(last)
         if resume_from_checkpoint:
             self._resume(Path(str(resume_from_checkpoint)))
         elif self._feed.trained < self._feed.delivered:
@@ -113,7 +116,12 @@ class TrainFromLoader:
         args: TrainingArguments = self.args  # type: ignore[attr-defined]
         self._feed.load_state_dict(_read_state(checkpoint / _state_file(self.loader)))
         self._resumed = True
-        done = int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
+        if not (checkpoint / _WRITTEN_LAST).is_file():
+            raise ConfigError(
+                f"{checkpoint} is incomplete: it has no {_WRITTEN_LAST} (was the run stopped while it was "
+                "written?). Resume from an earlier checkpoint"
+            )
+        done = int(json.loads((checkpoint / _WRITTEN_LAST).read_text())["global_step"])
         if self._requested_steps <= 0:
             accumulation = args.gradient_accumulation_steps
             rest, whole = (math.ceil(n / accumulation) for n in (self.loader.remaining, len(self._feed)))
@@ -169,10 +177,42 @@ class TrainFromLoader:
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         outputs = model(**model_inputs(inputs))
-        tokens = supervised_tokens(inputs) if num_items_in_batch is None else num_items_in_batch
+        tokens = count_batch_supervised(inputs) if num_items_in_batch is None else num_items_in_batch
         ranks = int(self.accelerator.num_processes)  # type: ignore[attr-defined]
         loss = token_loss(outputs.logits, inputs["labels"], tokens, ranks)
         return (loss, outputs) if return_outputs else loss
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate as the Trainer does; with a loader, return the loss and perplexity over its tokens."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset  # type: ignore[attr-defined]
+        if isinstance(dataset, dict) and any(isinstance(value, Loader) for value in dataset.values()):
+            prefix, found = metric_key_prefix, dict[str, float]()
+            for name, value in dataset.items():
+                found |= self.evaluate(value, ignore_keys, f"{prefix}_{name}")
+            return found
+        if not isinstance(dataset, Loader):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[misc,no-any-return]
+        self._check_metrics(dataset)
+        start = time.time()
+        with self.accelerator.autocast():  # type: ignore[attr-defined]
+            result = evaluate(self.model, dataset)  # type: ignore[attr-defined]
+        values = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
+        metrics[f"{metric_key_prefix}_runtime"] = round(time.time() - start, 4)
+        self.log(metrics)
+        handler = self.callback_handler  # type: ignore[attr-defined]
+        self.control = handler.on_evaluate(self.args, self.state, self.control, metrics)  # type: ignore[attr-defined,has-type]
+        return metrics
+
+    def _check_metrics(self, dataset: Any) -> None:
+        datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
+        if self.compute_metrics is not None and any(isinstance(value, Loader) for value in datasets):  # type: ignore[attr-defined]
+            raise ConfigError(
+                "compute_metrics is set, but an evaluation with a loader has the loss only: remove it, or "
+                "pass encoded samples as eval_dataset"
+            )
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: PreTrainedModel | None = None
@@ -276,10 +316,22 @@ __all__ = ["LOADER_STATE", "TrainFromLoader", "honours_shift_labels", "prepare"]
 
 logger = getLogger("packhorse.integrations")
 
+_WRITTEN_LAST = "trainer_state.json"  # of the files of a checkpoint
+
+
+def _last_checkpoint(folder: Path) -> Path | None:
+    """Return the last complete checkpoint; a run that is killed may leave an incomplete one."""
+    steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
+    for path in sorted((path for path in steps if steps[path].isdigit()), key=lambda path: -int(steps[path])):
+        if (path / _WRITTEN_LAST).is_file():
+            return path
+        logger.warning("%s is incomplete, because the run was stopped while it was written: skipped", path)
+    return None
+
 
 def prepare(
     model: PreTrainedModel,
-    attn: str = "auto",
+    attn_implementation: str = "auto",
     *,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -294,9 +346,9 @@ def prepare(
 
     Args:
         model: the model, before or after it is moved to its device.
-        attn: ``"varlen"``, ``"flash_attention_2"``, ``"flex_attention"``, ``"sdpa"`` or ``"eager"``;
-            ``"auto"`` chooses the first of these that is right for the model (without a GPU ``"sdpa"``
-            first).
+        attn_implementation: ``"varlen"``, ``"flash_attention_2"``, ``"flex_attention"``, ``"sdpa"`` or
+            ``"eager"``; ``"auto"`` chooses the first of these that is right for the model (without a GPU
+            ``"sdpa"`` first).
         device: to train on; None for a GPU if there is one, else the model's.
         dtype: of the weights in computations, if different from now (mixed precision of FSDP).
         autocast: the dtype of ``torch.autocast`` around the forward pass (``bf16=True`` in the Trainer).
@@ -309,7 +361,9 @@ def prepare(
         ConfigError: the backend would be wrong for this model, or the model cannot be trained on packs.
     """
     check_router_loss(model.config)
-    backend = choose_attention(inspect_attention(model, device, dtype, autocast), attn, longest)
+    backend = choose_attention(
+        inspect_attention(model, device, dtype, autocast), attn_implementation, longest
+    )
     use_attention(model, backend)
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = False

@@ -108,3 +108,22 @@ def test_a_run_saved_after_a_step_goes_on_to_the_same_weights(tmp_path: Path) ->
     assert resumed.loader.epoch_stats.delivered == ROWS
     for ours, theirs in zip(resumed.weights(), whole.weights(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_model_that_runs_another_attention_than_the_batches_are_for_is_rejected(wrap: bool) -> None:
+    run = Run()
+    model = run.accelerator.unwrap_model(run.model)
+    if wrap:
+        from peft import LoraConfig, get_peft_model
+
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+        run.accelerator.free_memory()
+        run.accelerator.prepare(adapted)
+    assert next(steps(run.accelerator, run.loader))
+    prepare(model, "varlen")  # after the loader was built
+    message = "runs 'varlen' attention, but the loader builds batches for attn_implementation='sdpa'"
+    with pytest.raises(ConfigError, match=message):
+        next(steps(run.accelerator, run.loader))
+    with pytest.raises(ConfigError, match=message):
+        attach(run.accelerator, run.loader)

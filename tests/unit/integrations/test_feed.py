@@ -11,7 +11,7 @@ import packhorse
 from contract.processors import processor
 from contract.torchvision_ops import make_torchvision_importable
 from packhorse.errors import ConfigError
-from packhorse.integrations.loss import supervised_tokens
+from packhorse.integrations.loss import count_batch_supervised
 from packhorse.integrations.trainer_feed import StepFeed, TrainerFeed, check_world
 from packhorse.types import World
 
@@ -89,7 +89,7 @@ def test_each_batch_comes_with_the_tokens_of_its_step(gradient_accumulation_step
     assert len(pairs) == 12
     for first in range(0, len(pairs), gradient_accumulation_steps):
         step = pairs[first : first + gradient_accumulation_steps]
-        assert {tokens for _, tokens in step} == {sum(supervised_tokens(batch) for batch, _ in step)}
+        assert {tokens for _, tokens in step} == {sum(count_batch_supervised(batch) for batch, _ in step)}
 
 
 def test_a_state_is_rejected_within_a_step_and_counts_the_step_when_it_is_finished() -> None:

@@ -68,3 +68,16 @@ def test_a_checkpoint_within_an_optimizer_step_is_rejected(tmp_path: Path, batch
         trainer.fit(Module(model), LoaderDataModule(loader))
         state = torch.load(file, weights_only=False)["LoaderDataModule"]
         assert (state["batches"], state["loader"]["segments"][-1][-1]) == (4, 4)
+
+
+def test_a_model_that_runs_another_attention_than_the_batches_are_for_is_rejected() -> None:
+    model = copy.deepcopy(tiny_model("qwen2_vl"))
+    prepare(model, "sdpa")
+    loader = packhorse.load(texts(8), processor("qwen2_vl"), model=model, world=World(), pack_size=256)
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    prepare(model, "varlen")
+    with pytest.raises(
+        ConfigError, match=r"runs 'varlen' attention, but the loader builds batches for .*'sdpa'"
+    ):
+        trainer.fit(Module(model), LoaderDataModule(loader))
+    assert not loader.cursor

@@ -10,11 +10,11 @@ from contract.tiny_models import MODELS, tiny_model
 from contract.torchvision_ops import make_torchvision_importable
 from packhorse.collate.packed import ATTENTION
 from packhorse.errors import ConfigError
+from packhorse.families.models import attention_of
 from packhorse.integrations.attention import (
     BEST_ELSEWHERE,
     BEST_ON_CUDA,
     AttentionInfo,
-    attention_of,
     choose_attention,
     inspect_attention,
     unsupported_features,
@@ -110,7 +110,9 @@ def test_gemma_3_is_rejected_by_causal_kernels(backend: str) -> None:
 
 
 def test_an_unknown_backend_is_rejected_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"attn='fast': expected 'auto' or one of sdpa, .*varlen"):
+    with pytest.raises(
+        ConfigError, match=r"attn_implementation='fast': expected 'auto' or one of sdpa, .*varlen"
+    ):
         prepare(tiny_model("qwen2_vl", seed=5), "fast")
 
 

@@ -115,6 +115,18 @@ def test_a_resumed_run_ends_where_the_whole_one_does(tmp_path: Path, epochs: flo
     assert epochs_logged == pytest.approx([(n + 1) / STEPS for n in range(int(epochs * STEPS))])
 
 
+def test_a_checkpoint_that_was_not_written_to_its_end_is_skipped(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", save_strategy="no")
+    whole.train()
+    trainer(tmp_path / "run", max_steps=2).train()
+    (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").unlink()  # killed before
+    with pytest.raises(ConfigError, match="checkpoint-2 is incomplete"):
+        trainer(tmp_path / "run").train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    resumed = trainer(tmp_path / "run")
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == losses(whole)
+
+
 @pytest.mark.parametrize("gradient_accumulation_steps", [2, 3])
 def test_a_finished_run_trains_nothing_more(tmp_path: Path, gradient_accumulation_steps: int) -> None:
     """In other steps too, of which the steps so far are no whole number of epochs."""
@@ -294,42 +306,20 @@ def test_a_loss_function_that_would_be_ignored_is_rejected(tmp_path: Path) -> No
         PackedTrainer(model, args, loader=make_loader(model), compute_loss_func=lambda *_: None)
 
 
-@pytest.mark.needs_trl
-def test_trls_sft_trainer_trains_from_a_loader(tmp_path: Path) -> None:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    class PackedTrainer(TrainFromLoader, SFTTrainer):
-        pass
-
-    # SFTTrainer insists on a dataset; it is not trained on.
-    rows = Dataset.from_list([{"prompt": "Never", "completion": "trained."}])
-
-    def run(**settings: Any) -> Any:
-        model = copy.deepcopy(tiny_model("qwen2_vl"))
-        prepare(model)
-        args = SFTConfig(
-            str(tmp_path),
-            gradient_accumulation_steps=2,
-            max_steps=2,
-            logging_steps=1,
-            learning_rate=1e-3,
-            lr_scheduler_type="constant",
-            save_strategy="no",
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to=[],
-            **settings,
-        )
-        made = PackedTrainer(
-            model, args, loader=make_loader(model), processing_class=processor("qwen2_vl"), train_dataset=rows
-        )
+@pytest.mark.parametrize("when", ["before it is built", "before it trains"])
+def test_a_model_that_runs_another_attention_than_the_batches_are_for_is_rejected(
+    tmp_path: Path, when: str
+) -> None:
+    model = copy.deepcopy(tiny_model("qwen2_vl"))
+    prepare(model, "varlen")
+    loader = make_loader(model)
+    message = "runs 'sdpa' attention, but the loader builds batches for attn_implementation='varlen'"
+    if when == "before it is built":
+        with pytest.raises(ConfigError, match=message):
+            trainer(tmp_path, loader)
+        return
+    made = trainer(tmp_path)
+    prepare(made.model, "varlen")
+    with pytest.raises(ConfigError, match=r"runs 'varlen' attention, .*'sdpa'"):
         made.train()
-        return made
-
-    plain = trainer(tmp_path / "plain", save_strategy="no", max_steps=2, learning_rate=1e-3)
-    plain.train()
-    assert losses(run()) == pytest.approx(losses(plain), rel=1e-4)
-    with pytest.raises(ConfigError, match="loss_type='dft'"):
-        run(loss_type="dft")
+    assert not made.loader.cursor
