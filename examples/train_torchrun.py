@@ -1,9 +1,9 @@
-"""A plain PyTorch loop under torchrun: DDP or FSDP2, accumulated micro-steps, checkpoints, resume.
+"""Fine-tune in a plain PyTorch loop: DDP or FSDP2, gradient accumulation, checkpoints, resume.
 
-    torchrun --nproc-per-node 2 examples/train_torchrun.py /tmp/run --strategy fsdp2
-    torchrun --nproc-per-node 2 examples/train_torchrun.py /tmp/run --strategy fsdp2 --resume
+    torchrun --nproc-per-node 2 examples/train_torchrun.py out --strategy fsdp2
+    torchrun --nproc-per-node 4 examples/train_torchrun.py out --strategy fsdp2 --resume
 
-On a machine without GPUs it runs on the CPU. A run may be resumed with another number of processes.
+The defaults of ``--model`` and ``--data`` are the files of ``make demo``. Runs on GPUs, or on the CPU.
 """
 
 from __future__ import annotations
@@ -15,48 +15,40 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpointing
-from tiny import arguments, demo_loader, example_processor, tiny_model, write_atomic
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from packhorse.collate_fns import model_inputs
-from packhorse.integrations.loss import count_supervised, grouped, token_loss
-from packhorse.integrations.transformers import prepare
-from packhorse.types import to_device
+import packhorse
 
 
-def wrap_model(model: Any, strategy: str, device: torch.device) -> Any:
-    """The model, replicated or sharded over all ranks."""
+def wrap_model(model: Any, strategy: str) -> Any:
+    """Replicate or shard the model over all ranks."""
     if strategy == "ddp":
-        # In a step without media anywhere the vision tower is not used.
+        # The vision tower is unused in a step in which no rank has an image.
         return DistributedDataParallel(model, find_unused_parameters=True)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # These are the names of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
     for block in [*model.model.language_model.layers, *model.model.visual.blocks]:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(block)
+    return fully_shard(model)
 
 
-def sync_gradients(model: Any, now: bool) -> None:
-    """Ranks exchange gradients in the last micro-step only."""
-    if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = now
-    else:
-        model.set_requires_gradient_sync(now)
-
-
-def train_step(model: Any, optimizer: Any, group: list[Any], device: torch.device) -> float:
-    """One step over the micro-batches of this rank; returns the mean loss over the tokens of all ranks."""
+def train_step(model: Any, optimizer: Any, batches: list[Any], device: torch.device) -> float:
+    """Train on the micro-batches of one optimizer step; return the mean loss over the tokens of all ranks."""
     ranks = dist.get_world_size()
-    tokens = count_supervised(group)
+    tokens = packhorse.count_supervised(batches)  # of all ranks
     total = torch.zeros((), device=device)
-    for number, batch in enumerate(group, 1):
-        sync_gradients(model, number == len(group))
-        batch = to_device(batch, device)
-        logits = model(**model_inputs(batch)).logits
-        loss = token_loss(logits, batch["labels"], tokens, replicas=ranks)
+    for number, batch in enumerate(batches, 1):
+        sync = number == len(batches)  # exchange gradients in the last micro-step only
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = sync
+        else:
+            model.set_requires_gradient_sync(sync)
+        batch = packhorse.to_device(batch, device)
+        logits = model(**packhorse.model_inputs(batch)).logits
+        loss = packhorse.token_loss(logits, batch["labels"], tokens, replicas=ranks)
         loss.backward()
         total += loss.detach() / ranks
     optimizer.step()
@@ -65,69 +57,80 @@ def train_step(model: Any, optimizer: Any, group: list[Any], device: torch.devic
     return float(total)
 
 
-def save(folder: Path, step: int, model: Any, optimizer: Any, loader: Any) -> None:
-    """Model, optimizer and loader; the file ``latest`` names the checkpoint once it is complete."""
-    name = f"step-{step}"
+def save(out: Path, step: int, model: Any, optimizer: Any, loader: packhorse.Loader) -> None:
+    """Write a sharded checkpoint of model, optimizer and loader."""
     weights, moments = get_state_dict(model, optimizer)
-    checkpointing.save({"model": weights, "optimizer": moments}, checkpoint_id=folder / name)
-    if dist.get_rank() == 0:
-        write_atomic(folder / name / "loop.json", json.dumps({"step": step, "loader": loader.state_dict()}))
-        write_atomic(folder / "latest", name)
+    loop = json.dumps({"step": step, "loader": loader.state_dict()})
+    dcp.save({"model": weights, "optimizer": moments, "loop": loop}, checkpoint_id=out / f"step-{step}")
 
 
-def restore(folder: Path, model: Any, optimizer: Any, loader: Any) -> int:
-    """Load the last checkpoint; returns how many steps had been made."""
-    latest = folder / (folder / "latest").read_text()
+def restore(out: Path, model: Any, optimizer: Any, loader: packhorse.Loader) -> int:
+    """Load the last checkpoint, also one of another number of ranks; return its step."""
+    complete = [path.parent for path in out.glob("step-*/.metadata")]  # .metadata is written last
+    if not complete:
+        raise SystemExit(f"{out} has no checkpoint to resume from")
+    latest = max(complete, key=lambda path: int(path.name.removeprefix("step-")))
     weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
-    checkpointing.load(state, checkpoint_id=latest)
+    state = {"model": weights, "optimizer": moments, "loop": ""}
+    dcp.load(state, checkpoint_id=latest)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    loop = json.loads((latest / "loop.json").read_text())
+    loop = json.loads(state["loop"])
     loader.load_state_dict(loop["loader"])
     return int(loop["step"])
 
 
+def report(step: int, loss: float, loader: packhorse.Loader) -> None:
+    """Print a line for each step. Call your experiment tracker here."""
+    if loader.world.rank == 0:
+        print(f"step {step} loss {loss:.4f} · {loader.metrics.summary()}", flush=True)
+
+
 def train(options: argparse.Namespace, device: torch.device) -> None:
-    """Build everything, then step through what is left of the epochs."""
-    processor = example_processor(options)
-    model = tiny_model(processor).to(device)
-    prepare(model)
-    loader = demo_loader(options, processor, model)
-    model = wrap_model(model, options.strategy, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step = restore(options.folder, model, optimizer, loader) if options.resume else 0
-    writer = None
-    if options.tensorboard is not None and dist.get_rank() == 0:
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(options.tensorboard)
-    for epoch in range(loader.epoch, options.epochs):
-        for group in grouped(loader, options.gradient_accumulation_steps):
-            loss = train_step(model, optimizer, group, device)
+    """Build model, loader and optimizer, then train the rest of the epochs."""
+    processor = AutoProcessor.from_pretrained(options.model)
+    model = AutoModelForImageTextToText.from_pretrained(options.model).to(device)
+    packhorse.prepare(
+        model, options.attn_implementation
+    )  # before the loader, which builds batches for this attention
+    loader = packhorse.load(
+        options.data,
+        processor,
+        model=model,
+        pack_size=options.pack_size,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        ledger_dir=options.out / "ledger",  # rows that could not be trained, with the reason
+        max_bad_share=0.05,  # the demo's data has broken rows on purpose
+    )
+    model = wrap_model(model.train(), options.strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    step = restore(options.out, model, optimizer, loader) if options.resume else 0
+    for _ in range(loader.epoch, options.epochs):
+        for batches in packhorse.grouped(loader, options.gradient_accumulation_steps):
+            loss = train_step(model, optimizer, batches, device)
             step += 1
-            loader.record_step(step, loss)
-            if dist.get_rank() == 0:
-                print(f"epoch {epoch} step {step} loss {loss:.4f} · {loader.metrics.summary()}", flush=True)
-            if writer is not None:
-                writer.add_scalar("loss", loss, step)
-                loader.metrics.log(writer, step)
+            report(step, loss, loader)
             if step % options.save_every == 0:
-                save(options.folder, step, model, optimizer, loader)
-            if step == options.stop_after:
-                return
-        if dist.get_rank() == 0:
-            print(loader.epoch_stats, flush=True)  # over all ranks: each row was delivered, or says why not
-    save(options.folder, step, model, optimizer, loader)
-    if writer is not None:
-        writer.close()
+                save(options.out, step, model, optimizer, loader)
+        if loader.world.rank == 0:
+            print(loader.epoch_stats, flush=True)  # of all ranks: each row was delivered or has a reason
+    save(options.out, step, model, optimizer, loader)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Read the options, join the other processes, train."""
-    parser = arguments(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, help="folder of checkpoints and ledger")
+    parser.add_argument("--model", default="demo/model", help="a folder or a hub name")
+    parser.add_argument("--data", default="demo/data/meta.json", help="a data file or a meta file")
     parser.add_argument("--strategy", choices=["ddp", "fsdp2"], default="ddp")
-    parser.add_argument("--tensorboard", type=Path, help="write the loss and the loader's metrics here")
-    options = parser.parse_args()
+    parser.add_argument("--attn-implementation", default="auto", help="varlen, flash_attention_2, sdpa, …")
+    parser.add_argument("--pack-size", type=int, default=512)
+    parser.add_argument("--gradient-accumulation-steps", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--save-every", type=int, default=10, help="optimizer steps")
+    parser.add_argument("--resume", action="store_true", help="from the last checkpoint in OUT")
+    options = parser.parse_args(argv)
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", dist.get_node_local_rank()) if cuda else torch.device("cpu")

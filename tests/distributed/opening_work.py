@@ -104,7 +104,7 @@ def count_slowly(run: dict[str, Any], rank: int) -> dict[str, Any]:
         return result
 
     PartCounter.__call__ = slow  # type: ignore[method-assign]
-    counting.PART_ROWS = run["part_rows"]
+    counting.PART_ROWS = run["part_rows"]  # type: ignore[attr-defined]
     startup._MAX_ROWS_WITHOUT_PROCESSES = run.get("in_this_process", startup._MAX_ROWS_WITHOUT_PROCESSES)
     meta = run["meta"]
     if run.get("own_folders"):  # machines without a shared file system
@@ -139,9 +139,15 @@ def on_a_mesh(run: dict[str, Any], rank: int) -> dict[str, Any]:
         "rows": [rows.key(index) for index in range(len(rows))],
     }
     for shard_data in (False, True):
-        settings = {"model": "unchecked", "pack_size": 128, "shard_data": shard_data}
-        group = mesh.get_group("dp")
-        loader = packhorse.load(run["meta"], processor(PROCESSOR), world=world, group=group, **settings)
+        loader = packhorse.load(
+            run["meta"],
+            processor(PROCESSOR),
+            model="unchecked",
+            world=world,
+            group=mesh.get_group("dp"),
+            pack_size=128,
+            shard_data=shard_data,
+        )
         steps = [[loader.key(index) for index in batch.info.samples] for batch in loader]
         assert loader.epoch_stats is not None
         found[f"shard_data={shard_data}"] = {"steps": steps, "delivered": loader.epoch_stats.delivered}
@@ -183,14 +189,17 @@ def read_badly(rank: int) -> None:
 def two_groups_in_turn(run: dict[str, Any], rank: int) -> list[Any]:
     """What a rank finds in a store, which outlives both process groups that meet there in turn."""
     dist.destroy_process_group()
-    store = dist.FileStore(f"{run['folder']}/store", run["world"])
+    store = dist.FileStore(f"{run['folder']}/store", run["world"])  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=10))
     world = packhorse.World(rank, run["world"])
     found = []
     for number in range(2):
-        backend = dist.PrefixStore(str(number), store)  # gloo finds its own keys of an earlier group, too
+        # gloo finds its own keys of an earlier group, too
+        backend = dist.PrefixStore(str(number), store)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=backend, rank=rank, world_size=world.size)
-        rendezvous = Rendezvous(store, world, agree_on_token(dist.group.WORLD))
+        group = dist.group.WORLD
+        assert group is not None
+        rendezvous = Rendezvous(store, world, agree_on_token(group))
         before = [rendezvous.has_message("task"), rendezvous.has_moved_on(0), rendezvous.has_moved_on(1)]
         dist.barrier()  # so that the others have looked, too
         rendezvous.send("task", b"")
@@ -205,8 +214,7 @@ def two_groups_in_turn(run: dict[str, Any], rank: int) -> list[Any]:
 def unreadable_at_the_end(run: dict[str, Any], rank: int) -> dict[str, Any]:
     """What a rank raises at the end of an epoch if rank 0 cannot read a ledger file, and what comes after."""
     rows, ledgers = chats(24, 20), Path(run["folder"], "ledger")
-    settings = {"model": "unchecked", "pack_size": 128, "ledger_dir": ledgers}
-    loader = packhorse.load(rows, processor(PROCESSOR), **settings)
+    loader = packhorse.load(rows, processor(PROCESSOR), model="unchecked", pack_size=128, ledger_dir=ledgers)
     blocked = ledgers / "rank-00007.jsonl"
     if rank == 0:
         blocked.mkdir(parents=True)

@@ -93,7 +93,7 @@ class Data:
 
     def prepare(self, batch: dict[str, Any], n_microbatches: int) -> dict[str, Any]:
         collate = wrap_vlm_collate_for_pp(dict, n_microbatches, layout=family_of(self.processor).layout)
-        return collate(batch)
+        return dict(collate(batch))
 
 
 def reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -280,7 +280,7 @@ def by_hand(rank: int, whole: Any, batch: dict[str, Any], data: Data) -> dict[st
     for _ in range(2):
         losses: list[torch.Tensor] = []
         with stage_vlm_media_for_pp(Pipe, [part], prepared):
-            options = {"target": inputs.labels, "losses": losses} if rank == 1 else {}
+            options: dict[str, Any] = {"target": inputs.labels, "losses": losses} if rank == 1 else {}
             schedule.step(*([inputs.ids] if rank == 0 else []), **options, **inputs.kwargs)
         compared.step(batch, torch.stack(losses).sum() if losses else None)
     return {**compared.result(), "cursor": calls}
@@ -316,8 +316,9 @@ def run_all(rank: int, folder: Path) -> dict[str, Any]:
             ):
                 whole = copy.deepcopy(model)
                 use_attention(whole, "sdpa")
-                eager = data.packed_batches("eager") if shape == "packed" else batches
-                eager = eager if kind == "gpipe" else None
+                eager = None
+                if kind == "gpipe":
+                    eager = data.packed_batches("eager") if shape == "packed" else batches
                 results[f"{name} {kind} {shape}"] = run_pipeline(
                     rank, whole, batches, data, schedule, MICROBATCHES, eager=eager
                 )

@@ -12,6 +12,8 @@ from contract.samples import make_image
 from count_samples import python_path, sidecars, write_meta, write_rows
 from distributed.pipeline_ranks import run_together
 
+pytestmark = pytest.mark.system
+
 WORK = Path(__file__).with_name("loader_work.py")
 ROWS, MISSING, LOST, LONG = 90, 7, 30, 11
 """Rows; one without its image from the start, one whose image is damaged, one that is too long."""

@@ -15,6 +15,8 @@ from packhorse.count.sidecar import counts_of
 from packhorse.datasets import open_meta_dataset
 from packhorse.loader.startup import count_examples
 
+pytestmark = pytest.mark.system
+
 WORK = Path(__file__).with_name("opening_work.py")
 ROWS, PART_ROWS = 72, 6
 TIMEOUT = 3.0

@@ -14,6 +14,8 @@ from pipeline_ranks import run_together
 from contract.media_files import write_media
 from count_samples import python_path
 
+pytestmark = pytest.mark.system
+
 WORK = Path(__file__).with_name("pipeline_work.py")
 MODELS = ("qwen2_vl", "qwen3_vl")
 CASES = [

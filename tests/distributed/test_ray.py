@@ -22,7 +22,10 @@ from packhorse.count.counting import count_meta
 from packhorse.count.engines import RayEngine, make_engine
 from packhorse.utils.pool import EngineError, LocalEngine
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning"),
+]
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
 
 

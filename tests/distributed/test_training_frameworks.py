@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from contract.torchvision_ops import make_torchvision_importable
-from distributed.training_runs import DEMO_KEYS, Step, example, samples_of, steps_of
+from distributed.training_runs import (
+    DEMO_KEYS,
+    Interrupted,
+    Step,
+    run_example,
+    samples_of,
+    steps_of,
+    write_demo,
+)
 
 make_torchvision_importable()
 
@@ -28,46 +36,51 @@ class Runs:
     in_other_steps: list[Step]
 
 
-def run(framework: str, folder: Path, *words: str) -> list[Step]:
-    example(f"train_{framework}").main([str(folder), "--epochs", "2", *words])
-    return steps_of(folder)
-
-
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The demo's data, counted by the first run."""
-    return str(example("tiny").demo_meta(tmp_path_factory.mktemp("demo")))
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's data, counted by the first run, and its model."""
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo(folder)
+    return folder / "demo"
 
 
 class Results:
     """Runs of one framework, each made once."""
 
-    def __init__(self, framework: str, data: str, folders: pytest.TempPathFactory) -> None:
-        self.framework, self.folders, self.words = framework, folders, ("--meta", data)
+    def __init__(self, framework: str, demo: Path, folders: pytest.TempPathFactory) -> None:
+        self.framework, self.folders = framework, folders
+        self.words = ("--model", str(demo / "model"), "--data", str(demo / "data" / "meta.json"))
         self.whole = cache(self._whole)
         self.runs = cache(self._runs)
 
+    def _run(self, folder: Path, *words: str, stop_after: int | None = None) -> list[Step]:
+        words = (*self.words, "--epochs", "2", *words)
+        if stop_after is None:
+            run_example(f"train_{self.framework}", folder, *words)
+        else:
+            with pytest.raises(Interrupted):
+                run_example(f"train_{self.framework}", folder, *words, stop_after=stop_after)
+        return steps_of(folder)
+
     def _whole(self) -> list[Step]:
-        return run(self.framework, self.folders.mktemp(self.framework), *self.words)
+        return self._run(self.folders.mktemp(self.framework))
 
     def _runs(self, checkpoint: int) -> Runs:
         folder = self.folders.mktemp(f"{self.framework}{checkpoint}")
-        words = (*self.words, "--save-every", str(checkpoint))
-        stopped = run(self.framework, folder, *words, "--stop-after", str(checkpoint + 1))
+        words = ("--save-every", str(checkpoint))
+        stopped = self._run(folder, *words, stop_after=checkpoint + 1)
         other = self.folders.mktemp("other") / "copy"
         shutil.copytree(folder, other)
-        resumed = run(self.framework, folder, *words, "--resume")
+        resumed = self._run(folder, *words, "--resume")
         in_other_steps: list[Step] = []
         if checkpoint < EPOCH:
-            in_other_steps = run(
-                self.framework, other, *words, "--resume", "--gradient-accumulation-steps", "1"
-            )
+            in_other_steps = self._run(other, *words, "--resume", "--gradient-accumulation-steps", "1")
         return Runs(self.whole(), stopped, resumed, in_other_steps)
 
 
 @pytest.fixture(scope="module", params=FRAMEWORKS)
-def results(request: pytest.FixtureRequest, data: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return Results(request.param, data, tmp_path_factory)
+def results(request: pytest.FixtureRequest, demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return Results(request.param, demo, tmp_path_factory)
 
 
 def test_each_epoch_trains_every_sample_once(results: Results) -> None:

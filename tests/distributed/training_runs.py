@@ -1,4 +1,4 @@
-"""Runs of the training examples, and what they left after."""
+"""Run the training examples, and record the loss and the rows of each step."""
 
 import json
 import os
@@ -6,13 +6,18 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
+
 from count_samples import python_path
+from packhorse import Loader
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -34,15 +39,65 @@ class Step:
     samples: tuple[str, ...]
 
 
-def example(name: str) -> Any:
-    """One of the examples as a module."""
+def write_demo(folder: Path, layers: int = 2) -> None:
+    """Write ``demo/data`` and ``demo/model``, where the examples find them if they run in ``folder``.
+
+    A small part of what ``make demo`` writes, and the model has random weights.
+    """
+    from packhorse.cli.demo.data import tiny_model, tiny_processor, write_demo_data
+
+    write_demo_data(folder / "demo" / "data")
+    processor = tiny_processor()
+    processor.save_pretrained(folder / "demo" / "model")
+    tiny_model(processor, layers=layers).save_pretrained(folder / "demo" / "model")
+
+
+def example(name: str) -> ModuleType:
+    """Import one of the examples."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     return import_module(name)
 
 
+class Interrupted(Exception):
+    """Stops an example."""
+
+
+def run_example(name: str, out: Path, *words: str, stop_after: int | None = None) -> Any:
+    """Run an example in this process and record its steps in ``out``; raise after the step ``stop_after``."""
+    module = example(name)
+    with record_steps(module, out, stop_after):
+        return module.main([str(out), "--lr", "1e-3", *words])
+
+
+@contextmanager
+def record_steps(module: ModuleType, out: Path, stop_after: int | None = None) -> Iterator[None]:
+    """Write each step that an example reports to ``out``: its loss, and the rows since the last one."""
+    keys: list[str] = []
+    iterate, report = Loader.__iter__, module.report
+
+    def record_keys(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            keys.extend(batch.info.keys)
+            yield batch
+
+    def record_step(step: int, loss: float, loader: Loader) -> None:
+        report(step, loss, loader)
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / f"trace-{loader.world.rank}.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "loss": loss, "samples": keys}) + "\n")
+        keys.clear()
+        if step == stop_after:
+            raise Interrupted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loader, "__iter__", lambda loader: record_keys(iterate(loader)))
+        patch.setattr(module, "report", record_step)
+        yield
+
+
 def steps_of(folder: Path) -> list[Step]:
-    """What the processes wrote down; the files are taken away, so that a resumed run begins new ones."""
+    """Read and remove what :func:`record_steps` wrote, so that a resumed run begins new files."""
     lines = []
     for path in sorted(folder.glob("trace-*.jsonl")):
         lines.append([json.loads(line) for line in path.read_text().splitlines()])
@@ -71,14 +126,16 @@ def free_ports(number: int) -> list[int]:
 
 
 def torchrun(script: Path, words: list[str], folder: Path, processes: int = 2, seconds: int = 150) -> None:
-    """Start a script under torchrun on a free port; one that hangs is killed, and its output shown."""
+    """Run a script in ``folder`` under torchrun on a free port; kill one that hangs, and show its output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(processes), str(script), *words]
     path = os.pathsep.join([python_path(folder), str(EXAMPLES)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     log = folder / "output.txt"
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder
+        )
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:

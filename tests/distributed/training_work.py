@@ -2,17 +2,19 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from tiny import tiny_model, tiny_processor
 from torch.distributed.fsdp import fully_shard
 
 import packhorse
+from distributed.training_runs import run_example
+from packhorse.cli.demo.data import tiny_model, tiny_processor
 from packhorse.collate_fns import model_inputs
 from packhorse.errors import ConfigError
 from packhorse.integrations.attention import use_attention
@@ -28,51 +30,43 @@ def keep_traces(folder: Path, name: str, rank: int) -> None:
 
 def plain_loop(folder: Path, strategy: str, rank: int, meet: Callable[[], None]) -> None:
     """A whole run, and one from its first checkpoint on."""
-    import train_torchrun
-
-    words = [str(folder), "--strategy", strategy, "--epochs", "2", "--save-every", "2"]
-    sys.argv = ["train_torchrun.py", *words, "--tensorboard", str(folder / "board")]
+    words = ("--strategy", strategy, "--epochs", "2", "--save-every", "2")
     meet()
-    train_torchrun.main()
+    run_example("train_torchrun", folder, *words)
     keep_traces(folder, "whole", rank)
     if rank == 0:
-        (folder / "latest").write_text("step-2")
-    sys.argv = ["train_torchrun.py", *words, "--resume"]
+        remove_later(folder, "step-2")
     meet()
-    train_torchrun.main()
+    run_example("train_torchrun", folder, *words, "--resume")
     keep_traces(folder, "resumed", rank)
+
+
+def remove_later(folder: Path, checkpoint: str) -> None:
+    """Remove all checkpoints but one."""
+    for path in [*folder.glob("checkpoint-*"), *folder.glob("step-*")]:
+        if path.name != checkpoint:
+            shutil.rmtree(path)
 
 
 def plain_loop_with_eager(folder: Path, rank: int, meet: Callable[[], None]) -> None:
     """The whole run with another attention kernel: as far apart as correct runs are on this machine."""
-    import train_torchrun
-
-    before = train_torchrun.prepare
-    train_torchrun.prepare = lambda model: before(model, "eager")
-    sys.argv = ["train_torchrun.py", str(folder), "--strategy", "ddp", "--epochs", "2"]
     meet()
-    try:
-        train_torchrun.main()
-    finally:
-        train_torchrun.prepare = before
+    run_example("train_torchrun", folder, "--attn-implementation", "eager", "--epochs", "2")
     keep_traces(folder, "whole", rank)
 
 
 def trainer(folder: Path, rank: int) -> None:
     """A whole run, and one from its first checkpoint on."""
-    import train_trainer
-
-    words = [str(folder), "--epochs", "2", "--save-every", "2"]
-    made = train_trainer.main(words)
+    words = ("--epochs", "2", "--save-every", "2")
+    run_example("train_trainer", folder, *words)
     keep_traces(folder, "whole", rank)
     dist.barrier()
     if rank == 0:
-        for path in folder.glob("checkpoint-*"):
-            path.rename(folder / f"later-{path.name}" if path.name != "checkpoint-2" else path)
+        remove_later(folder, "checkpoint-2")
     dist.barrier()
-    made = train_trainer.main([*words, "--resume"])
+    resumed = run_example("train_trainer", folder, *words, "--resume")
     keep_traces(folder, "resumed", rank)
-    weights = torch.stack([p.detach().double().sum() for p in made.model.parameters()])
+    weights = torch.stack([p.detach().double().sum() for p in resumed.model.parameters()])
     (folder / f"weights-{rank}.json").write_text(json.dumps(weights.tolist()))
     assert (folder / "checkpoint-2" / LOADER_STATE).exists()
 
@@ -95,7 +89,7 @@ def mixed_examples() -> list[dict[str, Any]]:
     return [*images, *(chat(f"Say {word}.", f"I say {word * 3}.") for word in ("one", "two", "six"))]
 
 
-def mixed_loader(processor: Any, model: Any, rank: int, placeholder: str) -> Any:
+def mixed_loader(processor: Any, model: Any, rank: int, placeholder: Literal["auto", "never"]) -> Any:
     return packhorse.load(
         mixed_examples(),
         processor,
@@ -187,14 +181,10 @@ def main(folder: Path, ports: Iterator[str]) -> None:
     plain_loop_with_eager(folder / "eager", rank, meet)
     meet()
     trainer(folder / "trainer", rank)
-    import train_accelerate  # has the Trainer's process group
-
-    train_accelerate.main([str(folder / "accelerate")])
+    run_example("train_accelerate", folder / "accelerate")  # has the Trainer's process group
     dist.destroy_process_group()
     meet()
-    import train_lightning
-
-    train_lightning.main([str(folder / "lightning")])
+    run_example("train_lightning", folder / "lightning")
 
 
 if __name__ == "__main__":
