@@ -25,7 +25,8 @@ import torch.nn.functional as F
 import transformers
 
 from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater
-from packhorse.integrations.attention import attention_of, use_attention
+from packhorse.families.models import attention_of
+from packhorse.integrations.attention import use_attention
 from packhorse.neat_packing_vlm import _build_packed_vlm_sample, _shift_sample, greedy_knapsack
 from packhorse.types import to_device
 from promises import fact, make_parser, parse, promise, record_outcome

@@ -30,6 +30,7 @@ def first_packs(setup: Setup, attention: str) -> Iterator[tuple[packhorse.Batch,
 def losses_alone(setup: Setup) -> tuple[dict[int, torch.Tensor], float]:
     """Return the losses of each sample alone, and the mean difference between two kernels."""
     samples = encode_samples(setup)
+    set_attention(setup, "varlen")
     chosen = [index for _, inside in first_packs(setup, "varlen") for index in inside]
     losses: dict[str, dict[int, torch.Tensor]] = {}
     for attention in ("sdpa", "eager"):

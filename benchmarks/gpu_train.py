@@ -73,8 +73,8 @@ from gpu_parity import difference, losses_alone, model_loss_error
 from gpu_stages import Stages, free_memory, log
 from packhorse import open_meta_dataset
 from packhorse.collate_fns import model_inputs
-from packhorse.integrations.attention import attention_of
-from packhorse.integrations.loss import supervised_tokens, token_loss
+from packhorse.families.models import attention_of
+from packhorse.integrations.loss import count_batch_supervised, token_loss
 from packhorse.loader.startup import count_examples
 from packhorse.types import to_device
 from promises import fact, make_parser, parse, promise, record_outcome
@@ -187,7 +187,7 @@ def step(setup: Setup, batch: Batch, optimizer: torch.optim.Optimizer) -> torch.
     forward_only = setup.device == "cpu" and attention_of(model) == "flex_attention"
     with torch.set_grad_enabled(not forward_only):
         logits = model(**model_inputs(moved, model)).logits
-        loss = token_loss(logits, moved["labels"], supervised_tokens(batch))
+        loss = token_loss(logits, moved["labels"], count_batch_supervised(batch))
     if not forward_only:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -223,7 +223,7 @@ def train(setup: Setup, fed: Iterator[Fed]) -> Figures:
         found.build += one.build
         found.batches += 1
         found.tokens += one.tokens
-        found.supervised += supervised_tokens(one.batch)
+        found.supervised += count_batch_supervised(one.batch)
         found.slots += one.batch["input_ids"].numel()
         if found.seconds > options.seconds or found.batches >= options.steps:
             break

@@ -1,8 +1,9 @@
-"""Find the benchmarks of a folder and their records, and write docs/benchmarks.md from the records alone."""
+"""Find benchmarks and their records; write their page and the figures of the README from the records."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,35 @@ and prints both targets: `to reach: >= 1.25x, half of 2.5x`. In the JSON object 
 counts, `full_target` the promised one. A script whose name begins with `gpu_` needs
 a GPU for a full run; without one it does not run and its record stays as it is.
 """
+# Lines of the README: a text, and the (script, claim or fact, part of its baseline) of each figure in it.
+_BULLETS = (
+    (
+        "**Exact token counts without decoding**: in {:,.0f} samples of {:.0f} model families, "
+        "{:.0f} counts differ from the tokens of the real processor.",
+        ("exact", "samples compared", ""),
+        ("exact", "families", ""),
+        ("exact", "counts that differ", ""),
+    ),
+    (
+        "**{:.1f}x the tokens per second of padded batches** ({:.1f}x of batches padded by length), "
+        "training on images and text on one H200.",
+        ("gpu_train", "real tokens a second, images and text packed with varlen", "padded at random"),
+        ("gpu_train", "real tokens a second, images and text packed with varlen", "padded by length"),
+    ),
+    (
+        "**Every row is trained or named with a reason**: {:.0f} samples lost and {:.0f} duplicated "
+        "in {:.0f} runs with a process killed at work.",
+        ("faults", "killed: samples lost", ""),
+        ("faults", "killed: duplicate samples", ""),
+        ("faults", "rounds in which a process at work was killed", ""),
+    ),
+    (
+        "**Resume on another number of GPUs**: {:.1f} s to go on at 90 % of 975,261 packs "
+        "with 48 ranks instead of 64.",
+        ("feed", "resuming at 90 % of 975,261 packs, 48 ranks instead of 64", ""),
+    ),
+)
+_MEASURED = re.compile(r"(<!-- measured:.*?-->\n).*?(<!-- /measured -->)", re.DOTALL)
 _FIELDS = (
     *("script", "command", "date", "seconds", "exit"),
     *("problem", "machine", "versions", "promises", "facts"),
@@ -55,7 +85,7 @@ def find_scripts(home: Path, names: Sequence[str] = ()) -> list[Path]:
 
 def page_path(home: Path) -> Path:
     """Return the path of the page about the benchmarks in ``home``."""
-    return home.parent / "docs" / "benchmarks.md"
+    return home.parent / "docs" / "reference" / "benchmarks.md"
 
 
 def load_records(home: Path) -> list[dict[str, Any]]:
@@ -80,9 +110,32 @@ def load_records(home: Path) -> list[dict[str, Any]]:
 
 
 def write_page(home: Path) -> Path:
-    """Write the page and return its path."""
+    """Write the page, and the figures of a README that has a place for them; return the path of the page."""
     write_atomically(page_path(home), render(home))
+    readme = home.parent / "README.md"
+    if readme.is_file() and _MEASURED.search(text := readme.read_text("utf-8")):
+        write_atomically(readme, render_readme(text, load_records(home)))
     return page_path(home)
+
+
+def render_readme(text: str, records: Sequence[dict[str, Any]]) -> str:
+    """Return the README with the figures of the records between its ``measured`` comments."""
+    lines = (line.format(*(_figure(records, *name) for name in names)) for line, *names in _BULLETS)
+    bullets = "\n".join(f"- {line}" for line in lines)
+    return _MEASURED.sub(lambda match: f"{match[1]}{bullets}\n{match[2]}", text)
+
+
+def _figure(records: Sequence[dict[str, Any]], script: str, name: str, baseline: str) -> float:
+    """Return the value of a promise (with that baseline) or of a fact.
+
+    Raises:
+        ConfigError: no record has it.
+    """
+    for record in records:
+        for entry in (*record["promises"], *record["facts"]) if record["script"] == script else ():
+            if name in (entry.get("claim"), entry.get("fact")) and baseline in entry.get("baseline", ""):
+                return float(entry["value"])
+    raise ConfigError(f"the README needs '{name}' of benchmarks/{script}.py, which no record has")
 
 
 def render(home: Path) -> str:

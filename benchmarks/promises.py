@@ -7,8 +7,8 @@ needs half of a speed, or twice a limit (:func:`quick_target`).
 
 If the environment variable ``PACKHORSE_RECORD`` names a file, everything is written there as JSON together
 with the machine, the versions, the commit, the date and the command. ``benchmarks/run.py`` keeps these files
-as ``benchmarks/results/<script>.json`` and writes docs/benchmarks.md from them. On another machine (with a
-GPU), a script writes the same file:
+as ``benchmarks/results/<script>.json`` and writes docs/reference/benchmarks.md from them. On another machine
+(with a GPU), a script writes the same file:
 
     PACKHORSE_RECORD=gpu_packing.json python benchmarks/gpu_packing.py
 
@@ -228,7 +228,7 @@ def commit() -> str | None:
     Records and their page are ignored: a run of many scripts writes them.
     """
     here = ["git", "-C", str(Path(__file__).resolve().parents[1])]
-    results = (":!benchmarks/results", ":!docs/benchmarks.md")
+    results = (":!benchmarks/results", ":!docs/reference/benchmarks.md")
     outputs = []
     for arguments in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--", ".", *results)):
         try:

@@ -3,8 +3,8 @@
     python benchmarks/run.py [--quick] [NAME ...]
 
 Each script runs in its own process and writes a record (JSON) through promises.py. A full run keeps the
-records in benchmarks/results/ and writes docs/benchmarks.md from all of them; a quick run has small sizes and
-writes nothing.
+records in benchmarks/results/ and writes docs/reference/benchmarks.md from all of them; a quick run has small
+sizes and writes nothing.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("names", nargs="*", metavar="NAME", help="benchmarks to run (default: all)")
     add("--quick", action="store_true", help="small sizes, half of each speed target; write nothing")
     add("--render", action="store_true", help="run nothing, only write the page from the records")
-    add("--docs", action=argparse.BooleanOptionalAction, default=True, help="write docs/benchmarks.md")
+    add("--docs", action=argparse.BooleanOptionalAction, default=True, help="write the page of the docs")
     add("--processor", metavar="DIR", help="processor or tokenizer for `count` (default: it trains one)")
     add("--folder", type=Path, default=HERE, metavar="DIR", help="folder of the scripts (default: this one)")
     add("--json", action="store_true", help="print one JSON object on stdout, everything else on stderr")

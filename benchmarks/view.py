@@ -27,7 +27,7 @@ from count_samples import save_processor
 from promises import fact, make_parser, parse, promise, record_outcome
 from view_samples import write_many
 
-LISTS = ("/packs", "/packs?sort=cost&down=1", "/packs?dataset=chats&least=90", "/problems")
+LISTS = ("/packs", "/packs?sort=cost&down=1", "/packs?dataset=chats&least=90", "/rows")
 TIMEOUT = 120.0
 
 

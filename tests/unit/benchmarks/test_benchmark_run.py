@@ -18,11 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
+from packhorse.errors import ConfigError
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 import promises  # noqa: E402
 import run as benchmark_run  # noqa: E402
-from page import find_scripts, load_records, page_path, render  # noqa: E402
+from page import find_scripts, load_records, page_path, render, render_readme  # noqa: E402
 
 KEPT = "promise('speed', 6.2, 6, baseline='the plain way')"
 MISSED = "promise('speed', 5.0, 6, baseline='the plain way')"
@@ -110,6 +112,26 @@ def test_the_page_of_the_checkout_matches_its_records() -> None:
     assert page_path(BENCHMARKS).read_text("utf-8") == render(BENCHMARKS), (
         "run `python benchmarks/run.py --render`"
     )
+
+
+def test_the_figures_of_the_readme_are_those_of_the_records() -> None:
+    records = load_records(BENCHMARKS)
+    readme = (BENCHMARKS.parent / "README.md").read_text("utf-8")
+    assert readme == render_readme(readme, records), "run `python benchmarks/run.py --render`"
+    bullets = re.findall(r"^- .*$", readme.partition("<!-- measured")[2].partition("<!-- /measured")[0], re.M)
+    assert len(bullets) == 4
+    for record in records:
+        for entry in (*record["promises"], *record["facts"]):
+            entry["value"] = 7777
+    others = render_readme(readme, records)
+    for bullet in bullets:  # none has its figures from elsewhere
+        assert bullet not in others
+
+
+def test_a_figure_that_no_record_has_is_named() -> None:
+    records = [record for record in load_records(BENCHMARKS) if record["script"] != "faults"]
+    with pytest.raises(ConfigError, match=r"killed: samples lost.* of benchmarks/faults\.py"):
+        render_readme("<!-- measured: x -->\n<!-- /measured -->", records)
 
 
 def test_a_real_benchmark_runs_quickly_and_writes_nothing() -> None:
