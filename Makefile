@@ -4,15 +4,22 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: bench bench-quick demo test lint types unit test-slow system clean
+.PHONY: bench bench-quick demo docs test lint types unit test-system test-slow system clean
 
 demo: $(READY)
 	$(BIN)/python -m packhorse demo
 
-test: system lint types unit
+# Three processes for two cores: many tests wait for a process or a time limit. The tests of a file stay in one
+# process and share its fixtures.
+XDIST := -n 3 --dist loadfile
+UNIT  := $(BIN)/pytest $(XDIST) -m "not slow and not system" -q --durations=15
 
-# Two processes; the tests of a file stay in one process and share its fixtures.
-XDIST := -n 2 --dist loadfile
+# mypy runs at the same time as the tests; its report comes last.
+test: system lint
+	@$(BIN)/mypy > $(VENV)/mypy.txt 2>&1 & MYPY=$$!; \
+	$(UNIT); TESTS=$$?; \
+	wait $$MYPY; TYPES=$$?; cat $(VENV)/mypy.txt; \
+	exit $$((TESTS || TYPES))
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -24,7 +31,17 @@ types: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	$(BIN)/pytest $(XDIST) -m "not slow" -q
+	$(UNIT)
+
+# Ray clusters, torchrun, ranks and runs that are killed, the viewer in a browser. CI runs `make test` and this.
+# Two processes, because these tests start several themselves.
+test-system: system $(READY)
+	$(BIN)/pytest -n 2 --dist loadfile -m "system and not slow" -q --durations=15
+
+# The documentation as a site in site/; warnings are errors (mkdocs.yml). `make unit` builds it too.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "built: $(BIN)/python -m http.server -d site"
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow -q
@@ -116,4 +133,4 @@ system:
 	fi
 
 clean:
-	rm -rf $(VENV) $(VENV)-uv $(VENV)-lowest $(VENV)-newest demo demo-data .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-uv $(VENV)-lowest $(VENV)-newest demo demo-data site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

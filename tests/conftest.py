@@ -1,5 +1,6 @@
 """Every test run has caches of its own; nothing is read from or written to the user's."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -20,6 +21,13 @@ os.environ.pop("CI", None)  # no bars where it is set: the tests see the same wh
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So it is where a shell has put the tests in the background; what they interrupt would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_objects() -> None:
+    """Let full garbage collections skip the objects of imported libraries: each would take half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -47,7 +55,7 @@ def parity(record_property: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests of families, and of trl, that an environment with old versions cannot run."""
+    """Deselect tests of families and packages that an environment with old versions does not have."""
 
     def runs_here(item: pytest.Item) -> bool:
         for marker in item.iter_markers("needs_family"):
@@ -55,7 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
             if marker.args[0] not in FAMILIES:
                 return False
-        return item.get_closest_marker("needs_trl") is None or find_spec("trl") is not None
+        packages = ("trl", "bitsandbytes")
+        return all(not item.get_closest_marker(f"needs_{name}") or find_spec(name) for name in packages)
 
     if dropped := [item for item in items if not runs_here(item)]:
         config.hook.pytest_deselected(items=dropped)

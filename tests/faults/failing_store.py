@@ -28,7 +28,7 @@ RETRIED = ("timeout", "reset")
 """Faults after which opening a file is retried."""
 
 
-class FailingStore(fsspec.AbstractFileSystem):
+class FailingStore(fsspec.AbstractFileSystem):  # type: ignore[misc]
     """The failing store; :func:`set_faults` configures it."""
 
     protocol = PROTOCOL

@@ -140,7 +140,7 @@ def plan_rounds(runner: ProcessRunner, rounds: int, seed: int = 0, rows: int = 4
     target = meta.with_suffix(".phplan")
 
     def plan(delay: float | None = None) -> ProcessResult:
-        options = ["--processor", runner.processor, "--num-workers", 1, "--pack-size", PACK, "--no-estimates"]
+        options = ["--processor", runner.processor, "--num-workers", 1, "--pack-size", PACK]
         return runner.command("plan", meta, *options, delay=delay)
 
     uncounted = KillTimes(plan().seconds, seed)
@@ -170,7 +170,7 @@ def plan_rounds(runner: ProcessRunner, rounds: int, seed: int = 0, rows: int = 4
 def _planned_rows(path: Path) -> list[int]:
     """Return every row of a plan, in a pack or dropped."""
     plan = PackPlan.load(path)
-    return plan.indices.tolist() + plan.dropped.tolist()
+    return [*plan.indices.tolist(), *plan.dropped.tolist()]
 
 
 def _open_plans(tally: Tally, folder: Path) -> None:
@@ -220,7 +220,7 @@ def view_rounds(runner: ProcessRunner, rounds: int, seed: int = 0, rows: int = 1
     return tally
 
 
-_ADDRESSES = ("", "packs", "pack/0", "pack/1", "row/0", "row/5", "problems", "report.json", "media/0/0")
+_ADDRESSES = ("", "packs", "pack/0", "pack/1", "row/0", "row/5", "rows", "steps", "report.json", "media/0/0")
 
 
 def _pages(runner: ProcessRunner, plan: Path) -> tuple[dict[str, bytes], float]:

@@ -21,6 +21,14 @@ from packhorse.count.counting import count_meta
 from packhorse.datasets import open_rows
 from packhorse.errors import SystemFault
 from packhorse.loader import TooManyBad
+from packhorse.media import remote
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry at once, and forget which stores failed before."""
+    monkeypatch.setattr(remote, "_WAITS", (0.0, 0.0))
+    remote._failures.clear()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

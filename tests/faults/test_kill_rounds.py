@@ -21,6 +21,8 @@ from packhorse.count.counting import count_meta
 from packhorse.errors import BadSample
 from packhorse.ledger import Ledger
 
+pytestmark = pytest.mark.system
+
 FEW = {"count": 3, "plan": 3, "view": 2, "ledger": 4, "train": 2}
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import packhorse
 from contract.samples import make_image
-from count_samples import python_path
+from count_samples import python_path, write_chats
 from faults.faulty_data import (
     Faulty,
     Once,
@@ -272,6 +272,19 @@ def test_a_mistake_in_a_program_stops_the_run_and_is_no_bad_sample(
         Faulty(texts(ROWS), {17: raising(mistake)}, only_workers=False), num_workers=num_workers
     )
     with pytest.raises(type(mistake), match=str(mistake)):
+        delivered_rows(loader)
+    assert len(loader.ledger) == 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_disk_that_fails_while_rows_are_read_stops_the_run_and_drops_no_row(
+    num_workers: int, tmp_path: Path
+) -> None:
+    loader = build_loader(str(write_chats(tmp_path, ROWS)), num_workers=num_workers)
+    file = os.open("/proc/self/mem", os.O_RDONLY)  # the kernel answers EIO where no memory is mapped
+    os.dup2(file, loader.dataset.sources[0].file._fd)
+    os.close(file)
+    with pytest.raises(SystemFault, match=r"chats\.jsonl: input/output error.*check the disk"):
         delivered_rows(loader)
     assert len(loader.ledger) == 0
 

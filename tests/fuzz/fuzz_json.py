@@ -107,8 +107,9 @@ def read_rows(data: bytes, path: Path) -> None:
         assert isinstance(one, BadSample | dict)
     for number in range(min(len(file), 3)):
         file.location(number)
-    if one_by_one and all(isinstance(one, BadSample) for one in one_by_one):
-        raise one_by_one[0]
+    rejected = [one for one in one_by_one if isinstance(one, BadSample)]
+    if rejected and len(rejected) == len(one_by_one):
+        raise rejected[0]
 
 
 def read_sharegpt(data: bytes, path: Path) -> None:
@@ -127,9 +128,11 @@ def read_sharegpt(data: bytes, path: Path) -> None:
     rejected = []
     for strict in (False, True):
         for folder in (None, "/nowhere/media"):
-            ledger, options = Ledger(), {"strict": strict, "confine": folder is not None}
+            ledger = Ledger()
             try:
-                example = convert_sharegpt_to_conversation(row, media_dir=folder, ledger=ledger, **options)
+                example = convert_sharegpt_to_conversation(
+                    row, media_dir=folder, ledger=ledger, strict=strict, confine=folder is not None
+                )
                 parse_conversation(example)
             except BadSample as error:
                 rejected.append(error)

@@ -10,6 +10,8 @@ import pytest
 from fuzz_parent import fuzz
 from fuzz_targets import TARGETS
 
+pytestmark = pytest.mark.system
+
 SECONDS = int(os.environ.get("PACKHORSE_FUZZ_SECONDS", "2"))
 
 

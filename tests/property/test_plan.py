@@ -112,7 +112,7 @@ def test_the_histogram_gives_the_bins_of_best_fit_decreasing(capacity, data):
     assert len(check(lengths, capacity, effort=0)) == best_fit_decreasing(lengths, capacity)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 60), max_size=40),
     capacity=st.integers(1, 50),
@@ -125,7 +125,7 @@ def test_the_same_arguments_give_the_same_plan(lengths, capacity, seed, epoch):
     assert one.dropped.tolist() == other.dropped.tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(lengths=st.lists(st.integers(0, 60), max_size=40), capacity=st.integers(1, 50))
 def test_the_documented_functions_hold_every_sample_that_fits(lengths, capacity):
     bins = greedy_knapsack(lengths, capacity)

@@ -31,6 +31,8 @@ from count_samples import python_path
 from packhorse import Ledger
 from property.faulty_mixture import LONG, ROWS, TRANSIENT, rows, write
 
+pytestmark = pytest.mark.system
+
 RUNS = int(os.environ.get("PACKHORSE_MACHINE_RUNS", "8"))
 WORLD = 2
 TIMEOUT = 60.0  # half of the process group's own

@@ -57,7 +57,7 @@ def test_lines_are_found_as_a_text_file_has_them(lines, ends, last_newline, bom,
     assert starts[-1] == len(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     lines=st.lists(st.one_of(OBJECTS.map(lambda o: json.dumps(o).encode()), WHITE_SPACE), max_size=20),
     last_newline=st.booleans(),
