@@ -5,7 +5,7 @@ torchvision first registers shapes for ``torchvision::nms``, and fails if no com
 that operator. Declaring it is enough. If torchvision imports without help, nothing changes.
 
 ``make`` copies this file into the environment and runs it in every process through a ``.pth`` file;
-docs/troubleshooting.md says how to do the same elsewhere.
+docs/reference/troubleshooting.md says how to do the same elsewhere.
 """
 
 from __future__ import annotations
