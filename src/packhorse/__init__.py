@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
     from packhorse.errors import BadSample, ConfigError, PackhorseError, SystemFault
     from packhorse.formats.meta import make_meta_dataset, open_meta_dataset
-    from packhorse.integrations.loss import count_supervised, grouped, token_loss
+    from packhorse.integrations.loss import Evaluation, count_supervised, evaluate, grouped, token_loss
     from packhorse.integrations.transformers import TrainFromLoader, prepare
     from packhorse.ledger import Ledger, default_ledger
     from packhorse.loader import EpochStats, Loader, LoaderConfig, TooManyBad, load
     from packhorse.types import Batch, BatchInfo, Drop, World, to_device
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "BadSample",
@@ -30,6 +30,7 @@ __all__ = [
     "ConfigError",
     "Drop",
     "EpochStats",
+    "Evaluation",
     "Ledger",
     "Loader",
     "LoaderConfig",
@@ -45,6 +46,7 @@ __all__ = [
     "count_supervised",
     "counts_of",
     "default_ledger",
+    "evaluate",
     "grouped",
     "load",
     "make_meta_dataset",
@@ -63,7 +65,7 @@ _MODULES = {
     "encode.tokenized": ("PreTokenizedDatasetWrapper",),
     "errors": ("BadSample", "ConfigError", "PackhorseError", "SystemFault"),
     "formats.meta": ("make_meta_dataset", "open_meta_dataset"),
-    "integrations.loss": ("count_supervised", "grouped", "token_loss"),
+    "integrations.loss": ("Evaluation", "count_supervised", "evaluate", "grouped", "token_loss"),
     "integrations.transformers": ("TrainFromLoader", "prepare"),
     "ledger": ("Ledger", "default_ledger"),
     "loader": ("EpochStats", "Loader", "LoaderConfig", "TooManyBad", "load"),

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress, pairwise, takewhile
 from typing import Any, Protocol, TypeVar
 
@@ -123,7 +123,7 @@ class ChatProcessor:
         owners = (self.processor, self.tokenizer)
         templates = [getattr(owner, "chat_template", None) for owner in owners]
         if self._template_cache[0] != templates:
-            self._template_cache = templates, {}
+            self._template_cache = copy.deepcopy(templates), {}  # a dict of them may be changed in place
         cached = self._template_cache[1]
         if name not in cached:
             cached[name] = make()
@@ -245,11 +245,19 @@ def is_tokenizer(processor: Processor) -> bool:
 
 
 def chat_template(processor: Processor) -> str | None:
-    """Return the processor's template, else the tokenizer's; None if there is not exactly one."""
+    """Return the processor's template (of several: ``"default"``), else the tokenizer's; None without one."""
     template = getattr(processor, "chat_template", None)
     if template is None:
         template = getattr(tokenizer_of(processor), "chat_template", None)
+    if isinstance(template, Mapping):  # from a folder additional_chat_templates
+        template = template.get("default")
     return template if isinstance(template, str) else None
+
+
+def chat_templates(processor: Processor) -> list[Any]:
+    """Return all templates that a processor may use; those of transformers do not use the tokenizer's."""
+    owners = (processor,) if is_transformers(processor) else (processor, tokenizer_of(processor))
+    return [getattr(owner, "chat_template", None) for owner in owners]
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
@@ -478,7 +486,9 @@ def answer_spans(chat: ChatProcessor, turns: Turns, text: str, render: Render | 
         stop = chat.turn_markers.stop_text
         cached = _spans_by_structure(chat, turns, text) if render is None else None
         if cached is None:
-            spans = _sentinel_spans(render or chat.render, turns, text, chat.turn_markers.assistant_text)
+            opening = chat.turn_markers.assistant_text
+            answers = text_spans(render or chat.render, turns, text, opening, roles=("assistant",))
+            spans = [span for _, span in answers]
         else:
             spans = cached
     closed = (_extend_to_stop(text, span, stop) for span in spans)
@@ -502,7 +512,7 @@ def _spans_by_structure(chat: ChatProcessor, turns: Turns, text: str) -> list[Sp
     """Locate the answers by what the template writes around the texts of conversations of this structure.
 
     That is rendered once. None if a turn has other fields, or if the template writes anything else around
-    these texts: then :func:`_sentinel_spans` renders this conversation again. The promise of
+    these texts: then :func:`text_spans` renders this conversation again. The promise of
     benchmarks/count.py needs it (1.5 times the baseline): 1.65, and 1.48 with two renderings of every row.
     """
     structure: list[tuple[str, tuple[str, ...] | None]] = []
@@ -538,28 +548,47 @@ def _spans_by_structure(chat: ChatProcessor, turns: Turns, text: str) -> list[Sp
         return None
 
 
-def _sentinel_spans(render: Render, turns: Turns, text: str, opening: str) -> list[Span]:
-    """Render with a sentinel for each text of each answer; locate the answers by what is around them."""
+def text_spans(
+    render: Render, turns: Turns, text: str, opening: str = "", roles: Container[str] | None = None
+) -> Iterator[tuple[str, Span]]:
+    """Yield the role and the span of each text in a rendered conversation, in order.
+
+    Renders the turns with sentinels for the texts, and locates the texts by what is around them.
+
+    Args:
+        render: the rendering that made ``text`` of ``turns``.
+        turns: the conversation.
+        text: the rendered conversation.
+        opening: what opens an assistant turn. The span of an answer that the template rewrites is then all
+            that it writes in the turn.
+        roles: only texts of these roles; None for all.
+
+    Raises:
+        CannotAlign: a text is not found with certainty; those before it have been yielded.
+    """
     mark = next(char for char in map(chr, PRIVATE_USE) if char not in text)
-    around, answers = _render_with_sentinels(render, turns, mark, roles=("assistant",))
-    return _locate_texts(text, around, answers, opening) if answers else []
+    around, texts = _render_with_sentinels(render, turns, mark, roles)
+    if texts:
+        spans = _locate_texts(text, around, [content for _, content in texts], opening)
+        yield from zip((role for role, _ in texts), spans, strict=True)
 
 
 def _render_with_sentinels(
     render: Render, turns: Turns, mark: str, roles: Container[str] | None = None
-) -> tuple[list[str], list[str]]:
-    """Return what the template writes around the texts of these roles (None: of all), and the texts.
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return what the template writes around the texts of these roles (None: of all), and role and text.
 
     Raises :class:`CannotAlign` if it does not write each text once, in order.
     """
-    texts: list[str] = []
+    texts: list[tuple[str, str]] = []
 
-    def sentinel(text: str) -> str:
-        texts.append(text)
+    def sentinel(role: str, text: str) -> str:
+        texts.append((role, text))
         return f"{mark}{len(texts) - 1}{mark}"
 
     masked = [
-        turn if roles and turn["role"] not in roles else _replace_text(turn, sentinel) for turn in turns
+        turn if roles and turn["role"] not in roles else _replace_text(turn, partial(sentinel, turn["role"]))
+        for turn in turns
     ]
     if not texts:
         return [], []
@@ -573,38 +602,38 @@ def _render_with_sentinels(
 
 
 def _replace_text(turn: Mapping[str, Any], replace: Callable[[str], str]) -> dict[str, Any]:
-    """The turn with its texts replaced, an empty one added if an answer has none, and no other field.
+    """The turn with its texts replaced; an answer without other fields, with an empty text if it has none.
 
     What the template writes of other fields (``tool_calls``, ``reasoning_content``) is then not around the
     answer, but part of it.
     """
     content = turn["content"]
+    is_answer = turn["role"] == "assistant"
+    kept = {"role": turn["role"]} if is_answer else turn
     if isinstance(content, str):
-        return {"role": turn["role"], "content": replace(content)}
+        return {**kept, "content": replace(content)}
     parts = [{**p, "text": replace(p["text"])} if p.get("type") == "text" else p for p in content or ()]
-    if turn["role"] == "assistant" and not any(part.get("type") == "text" for part in parts):
+    if is_answer and not any(part.get("type") == "text" for part in parts):
         parts.append({"type": "text", "text": replace("")})
-    return {"role": turn["role"], "content": parts}
+    return {**kept, "content": parts}
 
 
-def _locate_texts(text: str, around: Sequence[str], answers: Sequence[str], opening: str) -> list[Span]:
-    """Return where the answers are in a text, perhaps trimmed, given the pieces of text around them."""
+def _locate_texts(text: str, around: Sequence[str], parts: Sequence[str], opening: str) -> Iterator[Span]:
+    """Yield where the parts are in a text, perhaps trimmed, given the pieces of text around them."""
     cut = [_split_at_opening(piece, opening) for piece in around[:-1]]
     heads = [*(head for head, _, _ in cut), around[-1]]
     if not text.startswith(heads[0]):
         raise CannotAlign("the rendered text does not begin as it does with sentinels")
-    spans: list[Span] = []
     start = len(heads[0])
-    for answer, (_, extra, opened), after in zip(answers, cut, heads[1:], strict=True):
-        last = len(spans) == len(answers) - 1
-        span = _verbatim_span(text, start, answer, extra, after, last)
+    for number, (part, (_, extra, opened), after) in enumerate(zip(parts, cut, heads[1:], strict=True), 1):
+        last = number == len(parts)
+        span = _verbatim_span(text, start, part, extra, after, last)
         if span is None and opened:
-            span = _rewritten_span(text, start, answer, after, last)
+            span = _rewritten_span(text, start, part, after, last)
         if span is None:
-            raise CannotAlign(f"the template changes the answer {answer[:40]!r}")
-        spans.append(span)
+            raise CannotAlign(f"the template changes the answer {part[:40]!r}")
+        yield span
         start = span[1] + len(after)
-    return spans
 
 
 def _split_at_opening(piece: str, opening: str) -> tuple[str, str, bool]:

@@ -2,7 +2,7 @@
 
 Labels of a batch are already shifted: ``labels[:, t]`` is the token after ``input_ids[:, t]``. The same
 tensor is in the batch as ``shift_labels``, so that models of transformers do not shift them again
-(``docs/collate.md``).
+(``docs/reference/batch.md``).
 """
 
 from packhorse.collate.finish import logger

@@ -27,8 +27,9 @@ import contextlib
 import errno
 import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import islice
 from types import ModuleType
 from typing import Any, NoReturn
@@ -138,11 +139,54 @@ def write_fault(error: OSError, path: str | os.PathLike[str], remedy: str) -> Sy
     return SystemFault(f"{path} cannot be written: {reason}. {remedy}")
 
 
-def plain_error(error: Exception) -> str:
+# Errors of the machine, not of one file: every other sample would fail too, so dropping samples would lose
+# good data. Network errors are not in the list: a dead link is a property of its row.
+_MACHINE_FAULTS = {
+    errno.EMFILE: "close files, use fewer workers, or raise the limit (ulimit -n)",
+    errno.ENFILE: "close files on this machine, or raise its limit (fs.file-max)",
+    errno.ENOMEM: "free memory, or use fewer workers",
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space, or raise the quota",
+    errno.EIO: "check the disk or the mount",
+    errno.ESTALE: "remount the file system",
+    errno.ENOTCONN: "remount the file system",
+}
+
+
+def machine_fault(error: BaseException, detail: str) -> SystemFault | None:
+    """Return the error to raise if ``error`` is a fault of the machine (no file handles, a failing disk).
+
+    Not for FFmpeg's errors: its "I/O error" and "out of memory" mostly mean damaged data.
+    """
+    advice = _MACHINE_FAULTS.get(error.errno or 0) if isinstance(error, OSError) else None
+    if advice is None or type(error).__module__ == "av.error":
+        return None
+    return SystemFault(f"{detail}: the machine is at fault, not the sample; {advice}")
+
+
+def plain_error(error: BaseException) -> str:
     """Return the message of an error, for system errors without the number: ``data.jsonl: no such file``."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}"
     return str(error)
+
+
+def suggest(name: object, choices: Iterable[str], other_names: Mapping[str, str] | None = None) -> str:
+    """Return `` (did you mean 'x'?)``, or an empty string if nothing is similar.
+
+    >>> suggest("flash", ["sdpa", "flash_attention_2"])
+    " (did you mean 'flash_attention_2'?)"
+
+    Args:
+        name: what was given.
+        choices: what is known.
+        other_names: other names of some choices.
+    """
+    text, others = str(name), other_names or {}
+    known = [*choices, *others]
+    longer = [choice for choice in known if len(text) > 2 and choice.startswith(text)]
+    close = get_close_matches(text, known, 1) or longer[:1]
+    return f" (did you mean {others.get(close[0], close[0])!r}?)" if close else ""
 
 
 def list_some(values: Iterable[object], most: int, separator: str = ", ") -> str:
@@ -169,6 +213,8 @@ def is_data_error(error: BaseException) -> bool:
 @dataclass(slots=True)
 class data_errors:  # named like contextlib.suppress
     """Context manager that ends its block at an error of the data; every other error is raised.
+
+    A fault of the machine (no file handles, a failing disk) is raised as :class:`SystemFault`.
 
     >>> with data_errors("drop", lambda bad: print(bad.reason)) as outcome:
     ...     raise OSError("no such file")
@@ -197,6 +243,9 @@ class data_errors:  # named like contextlib.suppress
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if error is None or self.policy == "raise" or not is_data_error(error):
             return False
+        name = f"{self.key}: " if self.key else ""
+        if (fault := machine_fault(error, f"{name}{plain_error(error)}")) is not None:
+            raise fault from error
         self.error = BadSample.of(error, reason=self.reason, key=self.key, stage=self.stage)
         if self.record is not None:
             self.record(self.error)
@@ -238,7 +287,10 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise MissingDependency(
-            f"this needs the package '{(error.name or module).partition('.')[0]}': pip install "
-            f"'packhorse[{extra}]'"
-        ) from error
+        name = (error.name or module).partition(".")[0]
+        raise MissingDependency(f"this needs the package '{name}': {install_line(extra)}") from error
+
+
+def install_line(extra: str) -> str:
+    """Return the command that installs an extra; Packhorse is installed from a clone, it is on no index."""
+    return f"pip install -e '.[{extra}]' (in the clone of Packhorse)"

@@ -35,7 +35,8 @@ def render(name: str, conversation: list[dict[str, Any]], **options: Any) -> str
     if FAMILIES[name].chats:
         # By name, because SmolVLM's processor takes another template when it sees a video.
         options.setdefault("chat_template", TEMPLATES[name])
-        return processor(name).apply_chat_template(conversation, tokenize=False, **options)
+        text: str = processor(name).apply_chat_template(conversation, tokenize=False, **options)
+        return text
     parts = [part for message in conversation for part in message["content"]]
     return "".join(part["text"] for part in parts if part["type"] == "text")
 

@@ -6,6 +6,8 @@ per media item and rejects a part it does not know. An unlisted role becomes a t
 
 from __future__ import annotations
 
+from typing import Any
+
 _DEFAULT_SYSTEM = "You are a helpful assistant."
 
 
@@ -43,7 +45,7 @@ def _each_message(turn: str, *, before: str = "", after: str = "", prompt: str) 
     )
 
 
-def chatml(*, default_system: bool = False, generation: bool = False, **placeholders: str) -> str:
+def chatml(*, default_system: bool = False, generation: bool = False, **placeholders: Any) -> str:
     """``<|im_start|>role`` newline, content, ``<|im_end|>`` newline.
 
     Args:
@@ -85,7 +87,8 @@ def _qwen3_vl() -> str:
 
 def _kimi(image: str, *, default_system: bool = False, video: str | None = None) -> str:
     """``<|im_user|>user<|im_middle|>`` … ``<|im_end|>``; all but user and assistant speak as the system."""
-    content = _content(image=image, **({"video": video} if video else {}))
+    placeholders: dict[str, Any] = {"image": image, **({"video": video} if video else {})}
+    content = _content(**placeholders)
     who = (
         "{% if message['role'] == 'user' %}" + _write("<|im_user|>") + ""
         "{% elif message['role'] == 'assistant' %}" + _write("<|im_assistant|>") + ""
@@ -162,7 +165,7 @@ def _phi4() -> str:
     )
 
 
-_QWEN = {
+_QWEN: dict[str, Any] = {
     "image": "<|vision_start|><|image_pad|><|vision_end|>",
     "video": "<|vision_start|><|video_pad|><|vision_end|>",
 }

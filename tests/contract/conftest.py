@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def made(files: dict[str, Path]) -> Callable[[str, str], "Made"]:  # noqa: F821
+def made(files: dict[str, Path]) -> Callable[[str, str], Any]:
     """A function that encodes a case for a family, once per test run."""
     from functools import cache
 
@@ -29,10 +30,28 @@ def made(files: dict[str, Path]) -> Callable[[str, str], "Made"]:  # noqa: F821
 
 
 @pytest.fixture
+def uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flex attention and its masks as plain PyTorch: compiling them takes a minute."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from transformers import masking_utils
+    from transformers.integrations import flex_attention as used
+
+    def plain(query: Any, key: Any, value: Any, training: bool = False, **options: Any) -> Any:
+        return flex_attention(query, key, value, **options)
+
+    def plain_mask(_compile: bool = False, **options: Any) -> Any:
+        return create_block_mask(**options)
+
+    monkeypatch.setattr(used, "compile_friendly_flex_attention", plain)
+    monkeypatch.setattr(masking_utils, "create_block_mask", plain_mask)
+
+
+@pytest.fixture
 def attention_as_before() -> Iterator[None]:
     """Restore the attention backend of every tiny model after the test."""
     from contract.tiny_models import MODELS, tiny_model
-    from packhorse.integrations.attention import attention_of, use_attention
+    from packhorse.families.models import attention_of
+    from packhorse.integrations.attention import use_attention
 
     before = {name: attention_of(tiny_model(name)) for name in MODELS}
     yield

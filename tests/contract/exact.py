@@ -54,7 +54,8 @@ def predict_ids(encoder: Encoder, text: str, sizes: Any) -> Ids:
 def really(encoder: Encoder, text: str, media: LoadedMedia) -> Ids:
     """The ids that the processor's own call gives; "rejected" where it raises."""
     try:
-        return encoder.family.call(encoder, text, media)["input_ids"][0].tolist()
+        ids: list[int] = encoder.family.call(encoder, text, media)["input_ids"][0].tolist()
+        return ids
     except (ValueError, ZeroDivisionError):
         return "rejected"
 

@@ -76,7 +76,7 @@ class _KimiProcessor:
 
     def decode(self, *args: Any, **options: Any) -> str:
         """The tokenizer's own."""
-        return self.tokenizer.decode(*args, **options)
+        return str(self.tokenizer.decode(*args, **options))
 
 
 class KimiVLProcessor(_KimiProcessor):
@@ -160,4 +160,4 @@ class NemotronParseProcessor:
 
     def decode(self, *args: Any, **options: Any) -> str:
         """The tokenizer's own."""
-        return self.tokenizer.decode(*args, **options)
+        return str(self.tokenizer.decode(*args, **options))

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from noise_floor import noise_floor, relative_difference
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import model_inputs, pad_collate_fn
-from packhorse.integrations.attention import attention_of, use_attention
+from packhorse.families.models import attention_of
+from packhorse.integrations.attention import use_attention
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from packhorse.collate_fns import COLLATE_FNS, default_collate_fn, pad_collate_f
 from packhorse.datasets import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample
 from packhorse.families import Encoder
+from packhorse.families.models import attention_of
 from packhorse.formats.example_media import inject_fake_image
-from packhorse.integrations.attention import attention_of, use_attention
+from packhorse.integrations.attention import use_attention
 from packhorse.ledger import Ledger
 
 BATCHES: dict[str, tuple[str, ...]] = {

@@ -15,6 +15,7 @@ from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
 from contract.cases import CASES, conversation, takes
+from contract.chat_templates import chatml
 from contract.processors import FAMILIES, build, processor
 from packhorse.chat import IGNORE_INDEX
 from packhorse.count.token_counter import QWEN2_PATTERN, Counted, TokenCounter
@@ -24,6 +25,7 @@ from packhorse.formats.conversation import parse_conversation
 from packhorse.types import Conversation, Message, TextPart
 
 EVERY = tuple(FAMILIES)
+ASKED = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 # Families whose real tokenizers cut texts by the pattern of Qwen2; the small ones of the tests are made to.
 BY_WORD = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_omni", "llava_onevision", "internvl", "nemotron_omni")
 WORDS = (
@@ -272,6 +274,42 @@ def test_no_conversations_and_an_empty_one():
     (result,) = counter.count_many([Conversation((), "row/0")])
     assert isinstance(result, BadSample)
     assert (result.reason, result.key) == ("empty_conversation", "row/0")
+
+
+def test_settings_know_every_template_of_a_processor_that_has_several(tmp_path):
+    from transformers import AutoProcessor
+
+    made = build("qwen2_vl")
+    plain = made.chat_template
+    assert TokenCounter(Encoder(made)).settings()["template"] == plain  # count files of before stay valid
+    made.chat_template = {"default": plain, "tool_use": plain + " tools"}
+    made.save_pretrained(tmp_path)
+    assert (tmp_path / "additional_chat_templates" / "tool_use.jinja").is_file()
+    made = AutoProcessor.from_pretrained(tmp_path)
+    made.image_processor = build("qwen2_vl").image_processor
+    asked = parse_conversation({"conversation": ASKED})
+    counter = TokenCounter(Encoder(made))
+    before, settings = summary(counter.count(asked)), counter.settings()
+    made.chat_template["default"] = plain.replace("<|im_end|>", "<|endoftext|>!")
+    after = counter.settings()
+    assert summary(counter.count(asked)) == real("qwen2_vl", asked, made) != before
+    assert after != settings
+    made.chat_template["tool_use"] = "another"
+    assert counter.settings() not in (settings, after)
+
+
+def test_generation_marks_in_the_default_of_several_templates_are_the_labels():
+    made = build("qwen2_vl")
+    every = chatml(generation=True, image="<|image_pad|>")
+    last = every.replace("== 'assistant' %}{% gen", "== 'assistant' and loop.last %}{% gen")
+    assert last != every
+    asked = parse_conversation({"conversation": 2 * ASKED})
+    labels = []
+    for template in (every, last, {"default": last, "other": every}):
+        made.chat_template = template
+        encoder = Encoder(made)
+        labels.append(encoder.label_sample(encoder.encode(asked), "row/0").labels.tolist())
+    assert labels[0] != labels[1] == labels[2]
 
 
 def test_settings_know_the_tokenizer_the_template_and_the_budget_of_pixels_but_no_folder(tmp_path):

@@ -10,7 +10,8 @@ import torch
 
 from contract.tiny_models import tiny_model
 from noise_floor import largest_difference, noise_floor
-from packhorse.integrations.attention import attention_of, use_attention
+from packhorse.families.models import attention_of
+from packhorse.integrations.attention import use_attention
 
 # Decoders with mRoPE, with plain positions, and with sliding windows.
 NAMES = ("qwen2_vl", "llava_onevision", "gemma3", "gemma4")

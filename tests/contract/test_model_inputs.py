@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import packhorse
 from contract.cases import conversation
 from contract.processors import processor
 from contract.tiny_models import tiny_model
+from loader_samples import load, texts
 from noise_floor import CONTROL, FACTOR, largest_difference, noise_floor
 from packhorse.collate.packed import ATTENTION
 from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater, pad_collate_fn
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
+from packhorse.families.models import attention_of
 from packhorse.families.qwen_vl import rope_index
-from packhorse.integrations.attention import attention_of, use_attention
+from packhorse.integrations.attention import use_attention
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
 
@@ -124,7 +129,7 @@ def test_varlen_runs_under_autocast(files):
     import torch
 
     from contract.tiny_models import tiny_model
-    from packhorse.integrations.attention import attention_of, use_attention, varlen_attention
+    from packhorse.integrations.attention import use_attention, varlen_attention
 
     model = tiny_model("qwen2_vl")
     before = attention_of(model)
@@ -142,3 +147,68 @@ def test_varlen_runs_under_autocast(files):
         assert made.shape == (1, 6, 4, 16)
     finally:
         use_attention(model, before)
+
+
+# A loader and a model.
+
+
+def make_loader(model: Any, **options: Any) -> packhorse.Loader:
+    return load(texts(6), model=model, family="qwen2_5_vl", pack_size=1024, **options)
+
+
+def test_a_loader_for_another_attention_leaks_and_raises_if_it_is_given_the_model() -> None:
+    model = tiny_model("qwen2_5_vl")
+    logits = {}
+    for name, attention in (("sdpa", "sdpa"), ("eager", "eager"), ("varlen", "sdpa")):
+        use_attention(model, attention)
+        # A config is not compared: the model may be loaded later, with the attention of the setting.
+        batch = next(iter(make_loader(model.config, attn_implementation=name)))
+        place = torch.cumsum(torch.tensor((0, *batch.info.document_lengths[0])), 0)
+        assert ("attention_mask" in batch) == (name != "varlen")
+        with torch.no_grad():
+            logits[name] = model(**batch).logits[0][place[1] : place[2]]
+    floor = noise_floor(logits["sdpa"], logits["eager"])
+    assert largest_difference(logits["varlen"], logits["sdpa"]) > CONTROL * FACTOR * floor
+    with pytest.raises(
+        ConfigError,
+        match=r"^Qwen2_5_VLForConditionalGeneration runs 'sdpa' attention, but the loader builds batches for "
+        r"attn_implementation='varlen': .*prepare\(model, 'varlen'\) before.*or remove attn_implementation",
+    ):
+        make_loader(model, attn_implementation="varlen")
+    packhorse.prepare(model, "varlen")
+    batch = next(iter(make_loader(model, attn_implementation="varlen")))
+    with torch.no_grad():
+        right = model(**batch).logits[0][place[1] : place[2]]
+    assert largest_difference(right, logits["sdpa"]) <= FACTOR * floor
+
+
+@pytest.mark.parametrize("backend", ATTENTION)
+def test_a_loader_raises_for_a_model_that_does_not_take_its_batches(backend: str) -> None:
+    model = tiny_model("qwen2_5_vl")
+    flash = {"flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2"}
+    takes = {**RIGHT, "varlen": {"varlen", *flash}, "flash_attention_2": {"varlen", *flash}}[backend]
+    for runs in (*INSTALLED, *flash, "paged|flash_attention_2", "paged|sdpa"):
+        model.config.get_text_config()._attn_implementation = runs
+        if runs in takes:
+            assert make_loader(model, attn_implementation=backend).attn_implementation == backend
+            continue
+        with pytest.raises(ConfigError, match=f"runs {re.escape(repr(runs))} attention, .* '?{backend}'?"):
+            make_loader(model, attn_implementation=backend)
+
+
+def test_the_attention_of_a_model_inside_adapters_and_wrappers_is_compared() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = copy.deepcopy(tiny_model("qwen2_5_vl"))
+    use_attention(model, "sdpa")
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    for wrapped in (adapted, torch.compile(model), torch.compile(adapted)):
+        assert make_loader(wrapped, attn_implementation="sdpa").attn_implementation == "sdpa"
+        with pytest.raises(ConfigError, match="runs 'sdpa' attention"):
+            make_loader(wrapped, attn_implementation="varlen")
+
+
+def test_padded_batches_go_with_any_attention() -> None:
+    model = tiny_model("qwen2_5_vl")
+    use_attention(model, "sdpa")
+    assert make_loader(model, mode="pad", attn_implementation="varlen").attn_implementation is None

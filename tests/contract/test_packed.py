@@ -30,8 +30,9 @@ from packhorse.collate_fns import (
 )
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
+from packhorse.families.models import attention_of
 from packhorse.families.qwen_vl import mrope_position_ids, rope_index
-from packhorse.integrations.attention import attention_of, use_attention
+from packhorse.integrations.attention import use_attention
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper, neat_pack_dataset_vlm
 
@@ -67,7 +68,7 @@ class Unpacked:
 @pytest.fixture(scope="module")
 def unpacked(files: dict[str, Path]) -> Callable[..., Unpacked]:
     @cache
-    def unpacked_of(name: str, fakes: bool = True) -> Unpacked:
+    def unpacked_of(name: str, fakes: bool) -> Unpacked:
         numbers = [
             [
                 number
@@ -88,7 +89,7 @@ def unpacked(files: dict[str, Path]) -> Callable[..., Unpacked]:
         )
         return with_leak(name, samples, bins)
 
-    return unpacked_of
+    return lambda name, fakes=True: unpacked_of(name, fakes)  # one entry for both spellings of a call
 
 
 def with_leak(name: str, samples: PreTokenizedDatasetWrapper, bins: list[list[int]]) -> Unpacked:
@@ -146,24 +147,7 @@ def check_logits(parity: Any, given: Unpacked, logits: torch.Tensor, batch: dict
     parity.check("logits", difference, given.separate.floor, given.leak)
 
 
-@pytest.fixture
-def _uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flex attention and its masks as plain PyTorch: compiling them takes a minute."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    from transformers import masking_utils
-    from transformers.integrations import flex_attention as used
-
-    def plain(query: Any, key: Any, value: Any, training: bool = False, **options: Any) -> Any:
-        return flex_attention(query, key, value, **options)
-
-    def plain_mask(_compile: bool = False, **options: Any) -> Any:
-        return create_block_mask(**options)
-
-    monkeypatch.setattr(used, "compile_friendly_flex_attention", plain)
-    monkeypatch.setattr(masking_utils, "create_block_mask", plain_mask)
-
-
-@pytest.mark.usefixtures("_uncompiled_flex")
+@pytest.mark.usefixtures("uncompiled_flex")
 @pytest.mark.parametrize(("name", "backend"), PAIRS)
 def test_a_packed_batch_is_what_separate_forwards_are(
     name: str, backend: str, unpacked: Any, parity: Any

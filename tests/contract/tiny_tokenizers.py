@@ -180,11 +180,13 @@ def tokenizer(family: str) -> PreTrainedTokenizerFast:
     tokens = TOKEN_SETS[family]
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in _MERGES)]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in _MERGES]))
+    merges = [(first, second) for first, second in map(str.split, _MERGES)]
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     use_bytes_of_words(backend, _WORDS)
     special = [tokens.bos, tokens.eos, tokens.pad, *tokens.named.values(), *tokens.more]
     backend.add_special_tokens(list(dict.fromkeys(token for token in special if token)))
     if tokens.adds_bos:
+        assert tokens.bos is not None
         backend.post_processor = processors.TemplateProcessing(
             single=f"{tokens.bos} $A",
             special_tokens=[(tokens.bos, backend.token_to_id(tokens.bos))],

@@ -21,6 +21,7 @@ from packhorse.chat import (
     label_tokens,
     shift_tokens,
     template_errors,
+    text_spans,
 )
 from packhorse.errors import ConfigError
 
@@ -197,6 +198,43 @@ def test_thoughts_are_supervised_where_the_template_keeps_them() -> None:
     plain = turns_of(("user", "Who?"), ("assistant", thinks), ("user", "Who?"), ("assistant", "A cat."))
     assert "<think>\n\n</think>\n\nA cat." in ChatProcessor(made).render(plain)
     assert supervised_text(made, label(made, plain)) == ["A cat.<|im_end|>"] * 2
+
+
+def test_texts_of_all_roles_are_located_also_after_a_rewritten_answer() -> None:
+    chat = ChatProcessor(ChatStub(THINKING))
+    turns = turns_of(
+        ("user", "Who?"), ("assistant", "<think>Hm.</think>A cat."), ("user", "Who?"), ("assistant", "Me.")
+    )
+    text = chat.render(turns)
+    spans = text_spans(chat.render, turns, text, chat.turn_markers.assistant_text)
+    assert [(role, text[start:end]) for role, (start, end) in spans] == [
+        ("user", "Who?"),
+        ("assistant", "A cat."),
+        ("user", "Who?"),
+        ("assistant", "Me."),
+    ]
+
+
+def test_texts_before_one_that_is_not_found_are_located() -> None:
+    chat = ChatProcessor(ChatStub(THINKING))
+    turns = turns_of(("user", "Who?"), ("assistant", "<think>Hm.</think>A cat."), ("user", "Who?"))
+    text = chat.render(turns)
+    spans = text_spans(chat.render, turns, text)  # nothing says where an answer begins
+    role, (start, end) = next(spans)
+    assert (role, text[start:end]) == ("user", "Who?")
+    with pytest.raises(CannotAlign, match="changes the answer"):
+        next(spans)
+
+
+def test_texts_are_located_next_to_other_fields_of_a_question() -> None:
+    named = QWEN.replace("{{ part['text'] }}", "{{ message.get('name', '') }}: {{ part['text'] }}")
+    assert named != QWEN
+    chat = ChatProcessor(ChatStub(named))
+    turns = turns_of(("user", "Who?"), ("assistant", "Me."))
+    turns[0]["name"] = "Ann"
+    text = chat.render(turns)
+    assert "Ann: Who?" in text
+    assert [text[start:end] for _, (start, end) in text_spans(chat.render, turns, text)] == ["Who?", "Me."]
 
 
 SHOUTING = QWEN.replace("{{ part['text'] }}", "{{ part['text'] | upper }}")

@@ -75,6 +75,34 @@ def test_any_other_error_stops_the_run(policy: str, error: BaseException) -> Non
     assert not recorded
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_fault_of_the_machine_stops_the_run_and_is_not_recorded(code: int) -> None:
+    error = OSError(code, os.strerror(code), "chats.jsonl")
+    recorded: list[BadSample] = []
+    with pytest.raises(SystemFault) as raised, data_errors("drop", recorded.append, key="chats/3"):
+        raise error
+    assert str(raised.value).startswith(
+        f"chats/3: chats.jsonl: {os.strerror(code).lower()}: the machine is at fault, not the sample; "
+    )
+    assert raised.value.__cause__ is error
+    assert not recorded
+    with pytest.raises(OSError, match=r"chats\.jsonl") as same, data_errors("raise", recorded.append):
+        raise error
+    assert same.value is error
+
+
+def test_an_io_error_of_ffmpeg_is_damaged_data() -> None:
+    from av.error import FFmpegError
+    from av.error import OSError as FFmpegOSError
+
+    error = FFmpegOSError(errno.EIO, "Input/output error", "a.mp4")
+    assert isinstance(error, FFmpegError)
+    assert isinstance(error, OSError)
+    with data_errors() as outcome:
+        raise error
+    assert outcome.error is not None
+
+
 def test_a_block_without_an_error_records_nothing() -> None:
     recorded: list[BadSample] = []
     with data_errors("drop", recorded.append) as outcome:
@@ -97,7 +125,7 @@ def test_a_bad_sample_keeps_its_fields_under_another_key() -> None:
 
 
 def test_a_missing_package_says_the_line_that_installs_it() -> None:
-    with pytest.raises(MissingDependency, match=r"pip install 'packhorse\[video\]'"):
+    with pytest.raises(MissingDependency, match=r"pip install -e '\.\[video\]'"):
         require("no_such_package_here", "video")
 
 

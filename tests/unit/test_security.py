@@ -29,6 +29,7 @@ from packhorse.tools.view.plan_viewer import PlanViewer
 from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 from packhorse.tools.view.server import make_app
 from view_samples import ask
+from warm_python import run_warm
 
 SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
 
@@ -306,13 +307,12 @@ def test_nothing_is_fetched_that_no_row_names(address: bool, tmp_path: Path) -> 
     write_rows(tmp_path / "a.jsonl", rows)
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": "."}})
     (tmp_path / "watched.py").write_text(WATCHED)
-    run = subprocess.run(
-        [sys.executable, str(tmp_path / "watched.py"), str(meta)],
-        env={"PYTHONPATH": python_path(tmp_path), "PACKHORSE_CACHE": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {"PYTHONPATH": python_path(tmp_path), "PACKHORSE_CACHE": str(tmp_path / "cache")}
+    if address:
+        run = run_warm(tmp_path / "watched.py", meta, env=environment)
+    else:  # what libraries fetch when they are imported would be found too
+        command = [sys.executable, str(tmp_path / "watched.py"), str(meta)]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout.splitlines()[-1])
     assert report["steps"] > 0

@@ -23,9 +23,9 @@ from packhorse.collate.masks import (
     positions_separate,
 )
 from packhorse.collate.packer import all_media_keys, are_pixels, join, layout_of, stack_tokens, to_pack
-from packhorse.errors import ConfigError
+from packhorse.errors import ConfigError, suggest
 from packhorse.families import Family
-from packhorse.families.models import check_packable, check_router_loss, is_at_least, unwrap
+from packhorse.families.models import attention_of, check_packable, check_router_loss, is_at_least, unwrap
 from packhorse.pp_media import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
 from packhorse.types import PackedSample, TensorLayout
 
@@ -134,7 +134,8 @@ def collate_packs(
     """Collate typed packs as :func:`neat_packed_vlm_collater` does; ``family`` is that of their samples."""
     backend = "sdpa" if attn_implementation is None else attn_implementation
     if backend not in ATTENTION:
-        raise ConfigError(f"{attn_implementation=}: expected one of {', '.join(ATTENTION)}, or None")
+        hint = suggest(backend, ATTENTION)
+        raise ConfigError(f"{attn_implementation=}: expected one of {', '.join(ATTENTION)}, or None{hint}")
     if not packs:
         return {}
     rows = PackedRows(packs, family, padding_idx, max_length)
@@ -217,13 +218,33 @@ def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
     return {key: value for key, value in inputs.items() if key not in _LABELS}
 
 
+def takes_batches_of(attention: str, backend: str) -> bool:
+    """Return whether a decoder with this attention keeps the documents of a batch for ``backend`` apart.
+
+    All variants of flash attention (``flash_attention_3``, kernels of the Hub) take the arguments of varlen
+    kernels; sdpa takes the additive mask of eager attention, but eager adds the bool mask of sdpa as 0 and 1.
+    """
+    if backend in _CONTIGUOUS and "|" not in attention:  # paged attention is for generation
+        return attention in _CONTIGUOUS or "flash" in attention
+    return attention == backend or (attention, backend) == ("sdpa", "eager")
+
+
+def check_takes_batches_of(name: str, attention: str, backend: str) -> None:
+    """Raise unless the model ``name``, which runs ``attention``, can train on batches for ``backend``."""
+    if not takes_batches_of(attention, backend):
+        raise ConfigError(
+            f"{name} runs {attention!r} attention, but the loader builds batches for attn_implementation="
+            f"{backend!r}: documents of a pack may attend to each other. Call packhorse.prepare(model, "
+            f"{backend!r}) before packhorse.load, or remove attn_implementation to use the model's"
+        )
+
+
 def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
-    # Private: transformers has no public way to read the attention that a config was set to.
-    attention = str(unwrap(model).config.get_text_config()._attn_implementation)
+    attention = attention_of(model)
     supported = _backends_of(batch)
     if supported:
         check_packable(model)
-    if supported and attention not in supported:
+    if supported and not any(takes_batches_of(attention, backend) for backend in supported):
         raise ConfigError(
             f"the batch is for {' or '.join(supported)}, the model's decoder runs {attention}: documents "
             "would attend to each other. Call packhorse.integrations.attention.use_attention(model, "

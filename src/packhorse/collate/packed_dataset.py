@@ -17,7 +17,7 @@ from packhorse.collate.packer import Packer, pack_to_dict, to_sample
 from packhorse.count.columns import CountColumns
 from packhorse.encode.robust import OnBad, ReplacingDataset, dataset_key, load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import BadSample, ConfigError, data_errors
+from packhorse.errors import BadSample, ConfigError, data_errors, suggest
 from packhorse.families import Family
 from packhorse.families.qwen_vl import RopeIndex
 from packhorse.formats.meta import MetaDataset
@@ -118,8 +118,10 @@ class PackedDatasetWrapper(ReplacingDataset):
             ledger=ledger,
         )
         if on_overflow not in (None, *get_args(OnOverflow)):
+            choices = get_args(OnOverflow)
             raise ConfigError(
-                f"on_overflow={on_overflow!r}: expected one of {', '.join(get_args(OnOverflow))}"
+                f"on_overflow={on_overflow!r}: expected one of {', '.join(choices)}"
+                f"{suggest(on_overflow, choices)}"
             )
         if pack_size < 1 or sequence_alignment < 1:
             raise ConfigError(f"{pack_size=}, {sequence_alignment=}: expected at least 1")
@@ -204,11 +206,14 @@ class PackedDatasetWrapper(ReplacingDataset):
         return list(packs[idx - first]), list(dropped[idx - first])
 
     def record(self, idx: int | None, error: BadSample, more: str = "", *, replaced: bool = False) -> None:
-        """Record what happened to the samples of a pack."""
+        """Record what happened to the samples of a pack; an unknown one (None) is an entry without key."""
         if isinstance(error, EmptyPack):
             for index, failure in error.failures:
                 self._record_sample(index, failure, more, replaced=replaced)
-        elif idx is not None:
+        elif idx is None:
+            super().record(None, error, more, replaced=replaced)
+            return
+        else:
             own = error.original is error
             failure = BadSample(
                 f"with pack {idx}: {error.detail}{more}",
@@ -217,7 +222,8 @@ class PackedDatasetWrapper(ReplacingDataset):
             )
             for index in self.pack_samples(idx)[0]:
                 self._enter(index, failure, "replaced" if replaced else "dropped")
-        logger.warning("%s %s: %s%s", self.key(idx or 0), "replaced" if replaced else "dropped", error, more)
+        name = "a pack" if idx is None else self.key(idx)
+        logger.warning("%s %s: %s%s", name, "replaced" if replaced else "dropped", error, more)
 
     def _record_sample(self, index: int, error: BadSample, more: str = "", *, replaced: bool = False) -> None:
         """Record what happened to one sample."""

@@ -16,8 +16,9 @@ from packhorse.collate.raw_labels import _extract_assistant_text
 from packhorse.errors import BadSample, ConfigError, list_some
 from packhorse.families import Encoder
 from packhorse.families.processor_call import plain_turns, render, text_ids, tolerated_errors
-from packhorse.formats.estimate import image_config, image_tokens
+from packhorse.formats.estimate import image_config
 from packhorse.media import image_size
+from packhorse.media.images import image_tokens
 from packhorse.types import MEDIA_KINDS, MediaRef
 
 
@@ -91,7 +92,8 @@ def _item_tokens(ref: MediaRef, images: int, encoder: Encoder) -> int:
     if ref.kind != "image" or config is None:
         return 0
     try:
-        return image_tokens(*image_size(ref.source), config)
+        size = image_size(ref.source)
+        return image_tokens(size, config["factor"], config["min_pixels"], config["max_pixels"])
     except (BadSample, ValueError):
         return 0
 

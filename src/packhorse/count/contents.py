@@ -24,6 +24,7 @@ from PIL import Image
 from packhorse.count.parts import PART_ROWS, part_digest
 from packhorse.count.sidecar import sidecar_locations
 from packhorse.errors import ConfigError, data_errors
+from packhorse.families import Encoder
 from packhorse.formats.meta import MetaDataset, Source
 from packhorse.rows.row_files import RowFile
 from packhorse.utils.files import digest
@@ -53,12 +54,12 @@ class Content:
         return f"{self.file} (dataset '{self.name}')" if self.file else self.name
 
 
-def contents_of(dataset: Any, processor: Any, *, hash_all: bool = False) -> tuple[Content, ...]:
+def contents_of(dataset: Any, encoder: Encoder, *, hash_all: bool = False) -> tuple[Content, ...]:
     """Return the content of each row file of a mixture, or of a sequence of examples.
 
     Args:
         dataset: a :class:`~packhorse.formats.meta.MetaDataset`, or examples with ``len`` and ``[index]``.
-        processor: what the rows were counted with; finds the count files.
+        encoder: of the processor that the rows were counted with; finds the count files.
         hash_all: read and hash every row file, even if a count file has the digests of this state.
 
     Raises:
@@ -67,7 +68,7 @@ def contents_of(dataset: Any, processor: Any, *, hash_all: bool = False) -> tupl
     if not isinstance(dataset, MetaDataset):
         return (Content(IN_MEMORY, digest_of_examples(dataset)),)
     contents = []
-    for source, location in zip(dataset.sources, sidecar_locations(dataset, processor), strict=True):
+    for source, location in zip(dataset.sources, sidecar_locations(dataset, encoder), strict=True):
         recorded = location.recorded_parts()
         if recorded is not None and hash_all:
             _compare_parts(source.file, *recorded)

@@ -102,7 +102,7 @@ def count_meta(
     Args:
         meta: the meta file, or a dict with its content. All rows of a file are counted, whatever share of
             them a dataset takes.
-        processor: a processor, or the path of one.
+        processor: a processor, its encoder, or the path of one.
         dataset_names: only these datasets.
         engine: where to count (see :mod:`packhorse.count.engines`); None counts in this process.
         part_rows: rows that are counted, saved and reused together. None for the size that a file's earlier

@@ -15,7 +15,7 @@ from contextlib import closing
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
-from packhorse.errors import ConfigError, require
+from packhorse.errors import ConfigError, require, suggest
 from packhorse.utils.pool import (
     MAX_RETRIES,
     PICKLE_ERRORS,
@@ -65,7 +65,8 @@ def make_engine(name: str, num_workers: int | None = None, ray_address: str | No
         )
     if name == "ray":
         return RayEngine(ray_address, num_workers)
-    raise ConfigError(f"unknown engine {name!r}: expected one of {', '.join(ENGINES)}")
+    choices = f"{', '.join(ENGINES)}{suggest(name, ENGINES)}"
+    raise ConfigError(f"unknown engine {name!r}: expected one of {choices}")
 
 
 class RayEngine:

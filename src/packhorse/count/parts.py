@@ -172,7 +172,7 @@ class PartCounter:
     """Count the rows of a :class:`PartTask`; runs in the processes of an engine.
 
     Each process opens a processor that is given by its path once, and raises if it finds other ``settings``
-    there than the starting process.
+    there than the starting process. An encoder may be given in place of a processor.
     """
 
     def __init__(self, processor: Any, trust_remote_code: bool = False) -> None:
@@ -206,12 +206,12 @@ class PartCounter:
 
 
 def make_counter(processor: Any, trust_remote_code: bool = False) -> TokenCounter:
-    """Return the counter for a processor, or for that at a path; raise if it cannot render a conversation."""
+    """Return the counter for a processor, its encoder or a path; raise if it cannot render a conversation."""
     from packhorse.count.token_counter import TokenCounter
 
     if isinstance(processor, str):
         processor = open_processor(processor, trust_remote_code)
-    encoder = Encoder(processor)
+    encoder = Encoder.of(processor)
     turns = [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in ("user", "assistant")]
     try:
         encoder.render(turns)
@@ -219,8 +219,9 @@ def make_counter(processor: Any, trust_remote_code: bool = False) -> TokenCounte
         pass  # the template exists and rejects only this conversation; rows are checked when they are counted
     except (ValueError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
+        name = type(encoder.processor).__name__
         raise ConfigError(
-            f"{type(processor).__name__} has no chat template, so its conversations cannot be counted: set "
+            f"{name} has no chat template, so its conversations cannot be counted: set "
             f"tokenizer.chat_template and save the processor again ({reason})"
         ) from error
     return TokenCounter(encoder)

@@ -33,7 +33,9 @@ from packhorse.utils.files import Fingerprint, cache_folder, digest, is_machine_
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from packhorse.chat import Processor
     from packhorse.count.token_counter import TokenCounter
+    from packhorse.families import Encoder
     from packhorse.formats.meta import MetaDataset
 
 logger = getLogger("packhorse.datasets")
@@ -404,20 +406,25 @@ def _count_files(prefixes: Sequence[Path]) -> Iterator[Path]:
 # Sidecars of a dataset.
 
 
-def sidecar_locations(dataset: MetaDataset, processor: Any) -> list[SidecarLocation]:
+def sidecar_locations(
+    dataset: MetaDataset, processor: Encoder | Processor | str | os.PathLike[str]
+) -> list[SidecarLocation]:
     """Return where the sidecars of a mixture's files lie, one for each source."""
     from packhorse.count.token_counter import TokenCounter
     from packhorse.families import Encoder
-    from packhorse.families.models import as_processor
 
-    counter = counter_settings(TokenCounter(Encoder(as_processor(processor))))
+    counter = counter_settings(TokenCounter(Encoder.of(processor)))
     return [
         SidecarLocation.of(source.file, Settings.of(counter, source.config)) for source in dataset.sources
     ]
 
 
 def counts_of(
-    dataset: MetaDataset, processor: Any, *, log_missing: bool = True, retry_unreachable: bool = False
+    dataset: MetaDataset,
+    processor: Encoder | Processor | str | os.PathLike[str],
+    *,
+    log_missing: bool = True,
+    retry_unreachable: bool = False,
 ) -> CountColumns | None:
     """Return the counts of a dataset's examples, from the sidecars that ``packhorse count`` has written.
 
@@ -425,7 +432,7 @@ def counts_of(
 
     Args:
         dataset: of :func:`~packhorse.datasets.open_meta_dataset`.
-        processor: what the rows were counted with: a processor, or the path or hub name of one.
+        processor: what the rows were counted with: a processor, the path or hub name of one, or its encoder.
         log_missing: log why there are no counts (one rank of many is enough).
         retry_unreachable: reject counts with media items that could not be reached.
 

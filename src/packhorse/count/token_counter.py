@@ -8,18 +8,17 @@ tokenized as a whole (over 1 ms). Both give the numbers of the processor.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, compress
 from typing import Any, cast
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, Span, compile_tokens, label_tokens, special_tokens
-from packhorse.errors import BadSample, ConfigError, naming
+from packhorse.chat import IGNORE_INDEX, CannotAlign, Span, compile_tokens, label_tokens
+from packhorse.errors import BadSample, naming
 from packhorse.families import Encoder, MediaSize
 from packhorse.families.encoder import processor_errors
 from packhorse.families.media_sizes import Pieces
@@ -299,14 +298,7 @@ class TokenCounter:
 
     def settings(self) -> dict[str, Any]:
         """Return everything but the conversation that determines a count, for the key of saved counts."""
-        description = _remove_paths(_describe(self.encoder.processor))
-        return {
-            "counter": COUNTER_VERSION,
-            "family": self.family.name,
-            "processor": json.loads(json.dumps(description, sort_keys=True, default=str)),
-            "tokenizer": _tokenizer_digest(self.encoder.tokenizer),
-            "template": self.encoder.chat_template,
-        }
+        return {"counter": COUNTER_VERSION, **self.encoder.settings}
 
     def _prepare(self, conversation: Conversation) -> _SplitText | Counted:
         """Render a conversation; split the text if possible, else count its tokens."""
@@ -467,43 +459,3 @@ def _add_text(result: _SplitText, text: str, start: int, stop: int, edges: Seque
             return False
         start = end
     return True
-
-
-def _tokenizer_digest(tokenizer: Any) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None and hasattr(backend, "to_str"):
-        settings = json.loads(backend.to_str())
-        settings["padding"] = settings["truncation"] = None  # left by the last call of the tokenizer
-        content = json.dumps(settings, sort_keys=True)
-    else:
-        content = json.dumps([tokenizer.get_vocab(), special_tokens(tokenizer)], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _describe(processor: Any) -> Mapping[str, Any]:
-    """Return the settings of a processor, or of its parts; raise if it has none."""
-    if hasattr(processor, "to_dict"):
-        settings: dict[str, Any] = processor.to_dict()
-        return settings
-    names = ("image_processor", "video_processor", "audio_processor", "feature_extractor")
-    parts = {name: part for name in names if (part := getattr(processor, name, None)) is not None}
-    settings = {
-        name: part.to_dict() if hasattr(part, "to_dict") else vars(part)
-        for name, part in parts.items()
-        if hasattr(part, "to_dict") or hasattr(part, "__dict__")
-    }
-    if parts and not settings:
-        raise ConfigError(
-            f"{type(processor).__name__} has no to_dict with its settings, so counts cannot be saved"
-        )
-    return settings
-
-
-def _remove_paths(value: Any) -> Any:
-    """Return settings without their origin: the same processor in another folder counts the same."""
-    if isinstance(value, Mapping):
-        kept = {k: v for k, v in value.items() if k not in ("_name_or_path", "name_or_path", "tokenizer")}
-        return {name: _remove_paths(item) for name, item in kept.items()}
-    if isinstance(value, list | tuple):
-        return [_remove_paths(item) for item in value]
-    return value

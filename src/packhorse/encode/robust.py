@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from torch.utils.data import Dataset
 
 from packhorse.chat import Processor
-from packhorse.errors import BadSample, ConfigError, ReplacementsFailed, data_errors
+from packhorse.errors import BadSample, ConfigError, ReplacementsFailed, data_errors, suggest
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.example_media import inject_fake_image, preload_media
 from packhorse.ledger import Ledger, default_ledger, reading_row
@@ -75,7 +75,10 @@ class ReplacingDataset(Dataset[Any]):
         ledger: Ledger | None = None,
     ) -> None:
         if on_bad not in get_args(OnBad):
-            raise ConfigError(f"on_bad={on_bad!r}: expected one of {', '.join(get_args(OnBad))}")
+            choices = get_args(OnBad)
+            raise ConfigError(
+                f"on_bad={on_bad!r}: expected one of {', '.join(choices)}{suggest(on_bad, choices)}"
+            )
         self.dataset, self.max_retries, self.on_bad, self.seed = dataset, max_retries, on_bad, seed
         self.max_consecutive_bad = max_consecutive_bad
         if ledger is None:

@@ -38,7 +38,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
 
     Args:
         dataset: examples in the documented format; not a :class:`RobustDatasetWrapper`.
-        processor: of any family; see :func:`packhorse.families.family_of`.
+        processor: of any family (see :func:`packhorse.families.family_of`), or its encoder.
         max_length: the most tokens a sample may have; None for no limit.
         max_retries: as for :class:`ReplacingDataset`, like ``on_bad``, ``max_consecutive_bad``, ``seed`` and
             ``ledger``.
@@ -58,7 +58,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
     def __init__(
         self,
         dataset: Rows,
-        processor: Processor,
+        processor: Processor | Encoder,
         max_length: int | None = None,
         max_retries: int = 10,
         *,
@@ -82,10 +82,10 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
             raise ConfigError(
                 "truncate=True without max_length: set max_length to the most tokens a sample may have"
             )
-        self.processor, self.max_length, self.truncate = processor, max_length, truncate
+        self.encoder = Encoder.of(processor)
+        self.processor, self.family = self.encoder.processor, self.encoder.family
+        self.max_length, self.truncate = max_length, truncate
         self.inject_fake_images, self.post_tokenize_hook = inject_fake_images, post_tokenize_hook
-        self.encoder = Encoder(processor)
-        self.family = self.encoder.family
         self.encoder.check_template()
 
     def load(self, idx: int) -> dict[str, torch.Tensor]:

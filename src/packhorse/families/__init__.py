@@ -47,8 +47,8 @@ def family_of(processor: Processor) -> Family:
     """Return the family of a processor, found by the names of its class and its base classes.
 
     A wrapper with a known processor in ``.processor`` is served as that one if both have the same tokenizer
-    and image processor. A tokenizer gets a family without media; any other processor a new generic family,
-    with one warning per class about what is not exact.
+    and image processor. A tokenizer gets a family without media; any other processor the generic family of
+    its class, which is built once, with a warning about what is not exact.
 
     Raises:
         ConfigError: the installed transformers is too old for the family.

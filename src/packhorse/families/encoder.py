@@ -8,6 +8,10 @@ one entry in :data:`packhorse.families.FAMILIES`; the contract tests then cover 
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,8 +32,10 @@ from packhorse.chat import (
     RepeatedTokenTokenizer,
     TokenizedText,
     answer_spans,
+    chat_templates,
     is_transformers,
     rejected_by_template,
+    special_tokens,
     supervised_tokens,
     template_errors,
     token_ids,
@@ -42,6 +48,7 @@ from packhorse.errors import (
     MissingDependency,
     PackhorseError,
     is_data_error,
+    machine_fault,
     raise_with_name,
 )
 from packhorse.families.media_sizes import (
@@ -53,7 +60,7 @@ from packhorse.families.media_sizes import (
     split_runs,
     write_out,
 )
-from packhorse.families.models import check_transformers
+from packhorse.families.models import as_processor, check_transformers
 from packhorse.formats.conversation import place_audio
 from packhorse.media import (
     MediaSize,
@@ -400,7 +407,7 @@ def processor_errors(key: str) -> Iterator[None]:
         what = f"the processor rejects it: {error}"
         raise BadSample(what, reason="sample_failed", key=key, stage="encode") from error
     except DATA_ERRORS as error:
-        if not is_data_error(error):
+        if not is_data_error(error) or machine_fault(error, "") is not None:
             raise
         what = f"the processor fails on it: {type(error).__name__}: {error}"
         raise BadSample(what, reason="sample_failed", key=key, stage="encode") from error
@@ -435,6 +442,11 @@ class Encoder(ChatProcessor):
         self.family = family
         self._probes: dict[tuple[MediaKind, Any], Probe] = {}
 
+    @classmethod
+    def of(cls, processor: Encoder | Processor | str | os.PathLike[str]) -> Encoder:
+        """Return the encoder of a processor, or of that at a path or hub name; an encoder itself."""
+        return processor if isinstance(processor, Encoder) else cls(as_processor(processor))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.processor, self.family)
 
@@ -461,6 +473,24 @@ class Encoder(ChatProcessor):
     def media_token_ids(self) -> frozenset[int]:
         """The ids of media content (not of the brackets around it)."""
         return self.family.media_token_ids(self)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All of the processor that determines token counts, as JSON values; the tokenizer as a digest.
+
+        Cached: the digest of a tokenizer with 150,000 tokens takes a second.
+        """
+        return self._cache_for_template("settings", self._describe_settings)
+
+    def _describe_settings(self) -> dict[str, Any]:
+        description = _remove_paths(_describe(self.processor))
+        template, templates = self.chat_template, copy.deepcopy(chat_templates(self.processor))
+        return {
+            "family": self.family.name,
+            "processor": json.loads(json.dumps(description, sort_keys=True, default=str)),
+            "tokenizer": _tokenizer_digest(self.tokenizer),
+            "template": template if all(other in (None, template) for other in templates) else templates,
+        }
 
     @cached_property
     def video_sampling(self) -> VideoSampling:
@@ -759,6 +789,46 @@ class Encoder(ChatProcessor):
                     f"the processor returned '{key}' of shape {tuple(value.shape)}; for {dict(counts)} "
                     f"family '{family.name}' ({layout.owner}) expects {expected} along axis 0"
                 )
+
+
+def _tokenizer_digest(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and hasattr(backend, "to_str"):
+        settings = json.loads(backend.to_str())
+        settings["padding"] = settings["truncation"] = None  # left by the last call of the tokenizer
+        content = json.dumps(settings, sort_keys=True)
+    else:
+        content = json.dumps([tokenizer.get_vocab(), special_tokens(tokenizer)], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _describe(processor: Any) -> Mapping[str, Any]:
+    """Return the settings of a processor, or of its parts; raise if it has none."""
+    if hasattr(processor, "to_dict"):
+        settings: dict[str, Any] = processor.to_dict()
+        return settings
+    names = ("image_processor", "video_processor", "audio_processor", "feature_extractor")
+    parts = {name: part for name in names if (part := getattr(processor, name, None)) is not None}
+    settings = {
+        name: part.to_dict() if hasattr(part, "to_dict") else vars(part)
+        for name, part in parts.items()
+        if hasattr(part, "to_dict") or hasattr(part, "__dict__")
+    }
+    if parts and not settings:
+        raise ConfigError(
+            f"{type(processor).__name__} has no to_dict with its settings, so counts cannot be saved"
+        )
+    return settings
+
+
+def _remove_paths(value: Any) -> Any:
+    """Return settings without their origin: the same processor in another folder counts the same."""
+    if isinstance(value, Mapping):
+        kept = {k: v for k, v in value.items() if k not in ("_name_or_path", "name_or_path", "tokenizer")}
+        return {name: _remove_paths(item) for name, item in kept.items()}
+    if isinstance(value, list | tuple):
+        return [_remove_paths(item) for item in value]
+    return value
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

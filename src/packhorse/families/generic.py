@@ -133,7 +133,7 @@ def _layout_of(
     raise ConfigError(
         f"the processor returned '{key}' of shape {shape} for {dict(counts)} and {length} tokens: which "
         "media item owns an entry is not certain. Declare it: write a family for this processor "
-        "(docs/families.md), or drop the tensor in a wrapper around it"
+        "(docs/reference/families.md), or drop the tensor in a wrapper around it"
     )
 
 

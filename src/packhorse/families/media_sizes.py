@@ -1,7 +1,7 @@
-"""The media of one conversation: decoded, or their sizes alone, and what sizes become in the text.
+"""The sizes of the media of one conversation, and what a processor writes in the text for them.
 
-A size decides how many tokens a media item has. It comes from the decoded item or, without decoding it, from
-its header; both give the same number.
+A size decides how many tokens a media item has. It comes from the item's header, or from an item in memory;
+nothing is decoded.
 """
 
 from __future__ import annotations

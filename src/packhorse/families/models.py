@@ -9,10 +9,11 @@ computed and no weight is read.
 from __future__ import annotations
 
 import ast
+import http.client
 import inspect
 import os
 import re
-import socket
+import ssl
 import sys
 import textwrap
 import urllib.error
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib import metadata
 from logging import getLogger
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 from packhorse.chat import Processor, is_tokenizer, tokenizer_of
@@ -62,7 +64,9 @@ _PROVEN_LAYERS = frozenset(
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")  # where configs list kinds of layers
 _MEDIA_PARTS = ("vision", "audio", "vq_", "image", "speech")  # in names of parts of a config
 _WRAPPED = ("_orig_mod", "module", "_fsdp_wrapped_module")  # torch.compile, DDP and DeepSpeed, FSDP
-_HUB_SECONDS = 10.0
+_HUB_SECONDS = 5.0
+# What transformers raises for JSON files that are not valid, or valid with other content than it expects.
+_BROKEN_FILES = (OSError, ValueError, LookupError, TypeError, AttributeError)
 EXPECTED = "a model of transformers, its config, or the folder or hub name of one"
 
 
@@ -133,44 +137,65 @@ def resolve_model(model: object) -> tuple[Any | None, Any]:
 
 def open_config(name: str, trust_remote_code: bool = False) -> Any:
     """Return the config of a model in a folder or on the hub; ConfigError if there is none."""
-    transformers: Any = require("transformers", "train")
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise ConfigError(f"model {name}: no config there (config.json is missing). Expected {EXPECTED}")
-    check_name("model", name)
+    offline = check_name("model", name)
+    transformers: Any = require("transformers", "train")
     wrong_values = require("huggingface_hub.errors", "train").StrictDataclassError
     try:
-        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, wrong_values) as error:
-        why = " ".join(str(error).split())[:300]
-        hint = "; load the model and pass it: model=model" if "trust_remote_code" in why else ""
+        return transformers.AutoConfig.from_pretrained(
+            name, trust_remote_code=trust_remote_code, local_files_only=offline
+        )
+    except (*_BROKEN_FILES, wrong_values) as error:
+        why = _describe_broken(error)
+        needs_code = "trust_remote_code" in str(error)
+        hint = "; load the model with trust_remote_code=True and pass it" if needs_code else ""
         raise ConfigError(f"model {name}: no config there can be read ({why}){hint}") from error
 
 
-def check_name(what: str, name: str) -> None:
+def _describe_broken(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    name = f"{type(cause).__name__}: " if isinstance(cause, LookupError | TypeError | AttributeError) else ""
+    return " ".join(f"{name}{cause}".split())[:300]
+
+
+def check_name(what: str, name: str) -> bool:
     """Raise ConfigError at once if the folder or hub name of a model or processor cannot be found.
 
-    Without a network the hub's client retries for half a minute per file, so the hub is tried once before it.
+    Returns whether only the hub's cache can be used: without a network the hub's client retries for half a
+    minute per file, so the hub is tried once before it.
     """
     if os.path.isdir(name):
-        return
+        return False
     if os.path.exists(name):
         raise ConfigError(f"{what} {name} is a file: expected the folder or hub name of a {what}")
     if name.split() != [name] or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"{what} {name or repr(name)}: no such folder. Expected a folder or hub name")
-    hub: Any = require("huggingface_hub", "train")
-    cached = os.path.join(hub.constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
+    hub: Any = require("huggingface_hub.constants", "train")
+    cached = os.path.join(hub.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
+    offline = hub.HF_HUB_OFFLINE or not _hub_answers(f"{hub.ENDPOINT}/{name}")
     if os.path.isdir(cached):
-        return
-    if hub.constants.HF_HUB_OFFLINE or not _hub_answers(f"{hub.constants.ENDPOINT}/{name}"):
-        why = "HF_HUB_OFFLINE is set" if hub.constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        return offline
+    if offline:
+        why = "HF_HUB_OFFLINE is set" if hub.HF_HUB_OFFLINE else "the hub cannot be reached"
         raise ConfigError(
             f"{what} {name}: no such folder in {os.getcwd()}, not in the hub's cache, and {why}. Pass the "
             f"folder of a {what}, or download it where there is a network: hf download {name}"
         )
     logger.info("%s %s: no such folder in %s, so it is read from the hub", what, name, os.getcwd())
+    return False
 
 
 def _hub_answers(address: str) -> bool:
+    """Whether anything answers there within a few seconds, which include looking up the host's name."""
+    answers: list[bool] = []
+    thread = Thread(target=lambda: answers.append(_is_reachable(address)), daemon=True)
+    thread.start()
+    thread.join(_HUB_SECONDS)
+    return any(answers)
+
+
+def _is_reachable(address: str) -> bool:
     """Whether anything answers there: any status will do, and so will a certificate that is rejected."""
     try:
         request = urllib.request.Request(address, method="HEAD")
@@ -178,10 +203,10 @@ def _hub_answers(address: str) -> bool:
             return True
     except urllib.error.HTTPError:
         return True
-    except (ConnectionError, TimeoutError, socket.gaierror):
-        return False
     except urllib.error.URLError as error:
-        return not isinstance(error.reason, ConnectionError | TimeoutError | socket.gaierror)
+        return isinstance(error.reason, ssl.SSLError)
+    except (OSError, ValueError, http.client.HTTPException):  # ValueError: HF_ENDPOINT is no address
+        return False
 
 
 def model_classes(config: ModelConfig) -> tuple[type, ...]:
@@ -205,6 +230,12 @@ def text_config(config: ModelConfig) -> Any:
         return config.get_text_config()
     except ValueError as error:
         raise ConfigError(f"{type(config).__name__} has no single decoder ({error})") from error
+
+
+def attention_of(model: object) -> str:
+    """Return the attention backend of the decoder of a model or config; ``"sdpa"`` if none is set."""
+    # transformers has no public way to read the attention implementation.
+    return str(getattr(text_config(resolve_model(model)[1]), "_attn_implementation", None) or "sdpa")
 
 
 def media_parts(config: ModelConfig) -> tuple[str, ...]:
@@ -479,20 +510,22 @@ def open_processor(path: str, trust_remote_code: bool = False) -> Any:
     Raises:
         ConfigError: there is none, or it cannot be opened.
     """
-    transformers: Any = require("transformers", "train")
     here = os.path.exists(path)
-    check_name("processor", path)
+    offline = check_name("processor", path)
+    transformers: Any = require("transformers", "train")
     try:
-        opened = transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        why = " ".join(str(error.__cause__ or error).split())[:300]
+        opened = transformers.AutoProcessor.from_pretrained(
+            path, trust_remote_code=trust_remote_code, local_files_only=offline
+        )
+    except (*_BROKEN_FILES, ImportError, RuntimeError) as error:
+        why = _describe_broken(error)
         broken = "torchvision" in f"{error} {why}"
         if isinstance(error, RuntimeError) and not broken:
             raise
         what = "cannot be opened" if here or broken else "no such folder, and not available from the hub"
         hint = f"; {_torchvision_hint()}" if broken else ""
         if "trust_remote_code" in str(error):
-            hint = "; read its code, then allow it with trust_remote_code=True or --trust-remote-code"
+            hint = "; read its code, then allow it with trust_remote_code=True"
         raise ConfigError(f"processor {path}: {what} ({why}){hint}") from error
     if getattr(opened, "chat_template", "") is None:
         # Some classes (Phi-4) leave it with the tokenizer, and then do not find it.

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from packhorse.families.encoder import Encoder, Family, LoadedMedia
-from packhorse.families.qwen_vl import VISION, image_tokens, patches_of, video_tokens
+from packhorse.families.qwen_vl import VISION, image_geometry, patches_of, video_tokens
 from packhorse.media import VideoFrames
+from packhorse.media.images import image_tokens
 from packhorse.types import MediaKind, MediaLayout, MediaRef, TensorLayout
 
 # The processor's call uses these whatever its video processor says.
@@ -38,7 +39,7 @@ class Qwen3Omni(Family):
         """Audio is subsampled eightfold in chunks of a second, each rounded up."""
         processor = encoder.processor
         if kind == "image":
-            return image_tokens(processor.image_processor, size)
+            return image_tokens(size, *image_geometry(processor.image_processor))
         if kind == "video":
             return video_tokens(processor.video_processor, size, _VIDEO_PIXELS)
         chunks, rest = divmod(size // processor.feature_extractor.hop_length, _CHUNK_FRAMES)

@@ -16,7 +16,7 @@ from packhorse.families.encoder import Encoder, Family
 from packhorse.families.media_sizes import Pieces, frame_times
 from packhorse.families.models import ModelConfig, resolve_model, weightless_model
 from packhorse.media import VideoInfo
-from packhorse.media.images import resize_image, resize_video
+from packhorse.media.images import image_tokens, resize_image, resize_video
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Qwen2VL(Family):
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Pixels after resizing, over the pixels of a token."""
         if kind == "image":
-            return image_tokens(encoder.processor.image_processor, size)
+            return image_tokens(size, *image_geometry(encoder.processor.image_processor))
         return video_tokens(encoder.processor.video_processor, size)
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
@@ -96,13 +96,6 @@ class Qwen3VL(Qwen2VL):
         for seconds in times:
             written += ((f"<{seconds:.1f} seconds>{start}", 1), (pad, tokens), (end, 1))
         return written
-
-
-def image_tokens(image_processor: PatchProcessor, size: tuple[int, int]) -> int:
-    """Content tokens of an image for all processors that resize as Qwen2-VL's does."""
-    factor = image_processor.patch_size * image_processor.merge_size
-    height, width = resize_image(*size, factor, *pixel_budget(image_processor))
-    return int(height * width // factor**2)
 
 
 def video_tokens(
@@ -144,6 +137,11 @@ def middle_times(info: VideoInfo, patch: int) -> list[float]:
     times = frame_times(info)
     times += times[-1:] * (-len(times) % patch)
     return [(times[first] + times[first + patch - 1]) / 2 for first in range(0, len(times), patch)]
+
+
+def image_geometry(owner: PatchProcessor) -> tuple[int, int, int]:
+    """Pixels along a token's side, least and most pixels of an image: the arguments of `image_tokens`."""
+    return owner.patch_size * owner.merge_size, *pixel_budget(owner)
 
 
 def pixel_budget(owner: PatchProcessor) -> tuple[int, int]:

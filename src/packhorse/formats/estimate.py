@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.errors import ConfigError
-from packhorse.media.images import MAX_ASPECT_RATIO, resize_image, resize_video
+from packhorse.media.images import MAX_ASPECT_RATIO, image_tokens, resize_video
 from packhorse.media.sampling import VideoInfo, VideoSampling, count_sampled_frames
 from packhorse.types import Flags, Floats, Integers
 
@@ -378,13 +378,6 @@ def estimate_video_tokens(vid_meta: Any, video_cfg: Geometry | None) -> int:
     return int(estimate_lengths(columns, None, video_cfg).media[0])
 
 
-def image_tokens(height: int, width: int, image_cfg: Geometry) -> int:
-    """Return the tokens of an image; ValueError, as in processors, if a side is over 200 times the other."""
-    factor: int = image_cfg["factor"]
-    rows, columns = resize_image(height, width, factor, image_cfg["min_pixels"], image_cfg["max_pixels"])
-    return (rows // factor) * (columns // factor)
-
-
 def _tokens_of(media: MediaSizes, config: Geometry | None, is_video: bool) -> Integers:
     """Return the tokens of each image or video, -1 if unknown."""
     tokens = np.full(len(media.height), _UNKNOWN) if media.tokens is None else media.tokens.astype(np.int64)
@@ -420,14 +413,14 @@ def _tokens_of(media: MediaSizes, config: Geometry | None, is_video: bool) -> In
 def _large_tokens(media: MediaSizes, place: int, config: Geometry, sampling: VideoSampling | None) -> int:
     """Return the tokens of an image or video whose numbers are too large for arithmetic in floats."""
     height, width = int(media.height[place]), int(media.width[place])
-    if sampling is None or media.frames is None:
-        return image_tokens(height, width, config)
     factor: int = config["factor"]
+    bounds = config["min_pixels"], config["max_pixels"]
+    if sampling is None or media.frames is None:
+        return image_tokens((height, width), factor, *bounds)
     temporal = sampling.temporal_patch_size
     fps = math.nan if media.fps is None else float(media.fps[place])
     rate = fps if _LEAST_FPS <= fps < math.inf else None
     frames = count_sampled_frames(VideoInfo(int(media.frames[place]), height, width, rate, None), sampling)
-    bounds = config["min_pixels"], config["max_pixels"]
     rows, columns = resize_video(frames, height, width, temporal, factor, *bounds)
     return (frames // temporal) * (rows // factor) * (columns // factor)
 

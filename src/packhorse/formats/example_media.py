@@ -1,7 +1,7 @@
-"""The fake image: a text-only sample goes in, the same sample with one small white image comes out.
+"""Examples with their media loaded (:func:`preload_media`), or with a fake image (:func:`inject_fake_image`).
 
-Under FSDP or ZeRO the vision tower has to run on every rank in every step, so a sample without an image gets
-one that costs little; later stages hide its tokens from attention (``_injected_fake``).
+Under FSDP or ZeRO the vision tower has to run on every rank in every step, so a text-only sample gets a small
+white image; later stages hide its tokens from attention (``_injected_fake``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mixtures: a meta file names datasets, each with its file, format and share.
+"""Mixtures: a meta file names datasets, each with its file, format and share; a data file is one dataset.
 
 ``open_meta_dataset`` reads and converts a row on access (memory does not grow with the data),
 ``make_meta_dataset`` returns the same examples as a list. Both assign the same rows to a rank and record what
@@ -8,6 +8,7 @@ they drop in a ledger.
 from __future__ import annotations
 
 import bisect
+import codecs
 import json
 import os
 import time
@@ -21,7 +22,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from packhorse.errors import BadSample, ConfigError, naming
+from packhorse.errors import BadSample, ConfigError, list_some, naming, suggest
 from packhorse.formats.sharegpt import ShareGptFormat, convert_row
 from packhorse.formats.summary import (
     MetaExamples,
@@ -44,7 +45,11 @@ OnBadRow = Literal["raise", "skip"]
 _THREADS = 8
 _BLOCK = 1 << 14
 _META_KEYS = ("file_name", "columns", "tags", "media_dir", "sample_ratio", "strict", "confine")
-_DATA_SUFFIXES = (".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst")
+_LLAMA_FACTORY_KEYS = {"formatting", "ranking", "hf_hub_url", "ms_hub_url", "script_url", "subset", "folder"}
+_SHOWN_NAMES = 20
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".parquet")
+_COMPRESSED_SUFFIXES = (".gz", ".zst")
+_FIRST_BYTES = 4096  # enough to see whether a JSON file is an array
 _FIELDS_OF_ROWS = ("messages", "conversations", "conversation")
 
 
@@ -74,7 +79,9 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
     Args:
         source: a JSON file (or address of one) that maps names to ``file_name``, ``columns``, ``tags``,
             ``media_dir``, ``sample_ratio``, ``strict`` and ``confine``; or such a dict itself, whose
-            relative paths then start at the working directory.
+            relative paths then start at the working directory; or a data file (``.jsonl``, ``.ndjson``,
+            ``.parquet``, a JSON array; also compressed), whose media paths then start at its folder. The
+            dataset of ``train.jsonl`` is called ``train``.
         dataset_names: only these.
 
     Raises:
@@ -82,15 +89,33 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
             twice there, or of the wrong type.
     """
     path = "meta" if isinstance(source, Mapping) else os.fspath(source)
-    meta = dict(source) if isinstance(source, Mapping) else _parse_meta(path)
+    if isinstance(source, Mapping):
+        meta = dict(source)
+    elif is_data_file(path):
+        name = os.path.basename(path).partition(".")[0] or "train"
+        meta = {name: {"file_name": path, "media_dir": _folder(path) or "."}}
+        path = "meta"  # the paths are relative to the working directory
+    else:
+        meta = _parse_meta(path)
     names = sorted(meta) if dataset_names is None else sorted(dataset_names)
     unknown = [name for name in names if name not in meta]
     if unknown:
-        raise ConfigError(f"{path}: no dataset {', '.join(unknown)}; it has {', '.join(sorted(meta))}")
+        hints = ", ".join(f"{name}{suggest(name, map(str, meta))}" for name in unknown)
+        some = list_some(sorted(map(str, meta)), _SHOWN_NAMES)
+        raise ConfigError(f"{path}: no dataset {hints}; it has {some}")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"dataset_names has {', '.join(twice)} twice; to repeat it set its sample_ratio")
-    return [_dataset_config(path, name, meta[name]) for name in names]
+    try:
+        return [_dataset_config(path, name, meta[name]) for name in names]
+    except ConfigError as error:
+        keys = {key for entry in meta.values() if isinstance(entry, dict) for key in entry}
+        if os.path.basename(path) != "dataset_info.json" and not keys & _LLAMA_FACTORY_KEYS:
+            raise
+        raise ConfigError(
+            f"{error}. A dataset_info.json of LLaMA-Factory is not read as it is: write a meta file from it; "
+            "docs/how-to/migrating.md has a converter"
+        ) from error
 
 
 def open_dataset_rows(config: DatasetConfig, index_dir: str | None = None) -> RowFile:
@@ -99,32 +124,35 @@ def open_dataset_rows(config: DatasetConfig, index_dir: str | None = None) -> Ro
         return open_rows(config.file_name, index_dir)
 
 
+def is_data_file(path: str) -> bool:
+    """Whether a file has rows: by its suffix, or because it is a JSON array."""
+    stem = path
+    for suffix in _COMPRESSED_SUFFIXES:
+        stem = stem.removesuffix(suffix)
+    if stem.endswith(DATA_SUFFIXES):
+        return True
+    with open(local_file(path), "rb") as file:
+        return file.read(_FIRST_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
 def _parse_meta(path: str) -> dict[str, Any]:
     with open(local_file(path), "rb") as file:
         try:
             meta = json.load(file, object_pairs_hook=_no_duplicates)
         except ValueError as error:
-            if path.endswith(_DATA_SUFFIXES) or "Extra data: line 2 column 1 " in str(error):
-                raise _data_file(path) from error
+            if "Extra data: line 2 column 1 " in str(error):
+                raise ConfigError(
+                    f"{path} has a JSON object on each line: rename it to end in .jsonl"
+                ) from error
             raise ConfigError(f"{path}: not a valid meta file: {error}") from error
     if not isinstance(meta, dict):
-        if isinstance(meta, list) and meta:
-            raise _data_file(path)
         raise ConfigError(f"{path}: expected an object of datasets, found a {type(meta).__name__}")
     if any(isinstance(meta.get(name), list) for name in _FIELDS_OF_ROWS):
-        raise _data_file(path)
+        raise ConfigError(
+            f"{path} is a single row; expected a meta file or a data file. Write rows as a JSON array, or "
+            "one on each line of a .jsonl file"
+        )
     return meta
-
-
-def _data_file(path: str) -> ConfigError:
-    """Return the error for rows in place of a meta file, with the meta file to write."""
-    file = os.path.basename(path)
-    entry = json.dumps({file.partition(".")[0] or "train": {"file_name": file}})
-    name = "meta.json" if file != "meta.json" else "mixture.json"
-    return ConfigError(
-        f"{path} looks like a data file; expected a meta file, which names data files. Write one next to it, "
-        f"{name}: {entry} (and its media_dir, if media are elsewhere), and pass that"
-    )
 
 
 def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
@@ -132,7 +160,8 @@ def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is a {type(entry).__name__}, expected an object")
     if unknown := sorted(set(entry) - set(_META_KEYS)):
-        raise ConfigError(f"{where} has unknown {', '.join(unknown)}; known are {', '.join(_META_KEYS)}")
+        hints = ", ".join(f"{key}{suggest(key, _META_KEYS)}" for key in unknown)
+        raise ConfigError(f"{where} has unknown {hints}; known are {', '.join(_META_KEYS)}")
     for key, kind in (("file_name", str), ("media_dir", str), ("strict", bool), ("confine", bool)):
         if entry.get(key) is not None and not isinstance(entry[key], kind):
             raise ConfigError(f"{where}: {key}={entry[key]!r}, expected a {kind.__name__}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import BadSample, ConfigError, suggest
 from packhorse.formats.conversation import check_text, parse_conversation
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.media import resolve
@@ -304,7 +304,8 @@ def _from_mapping(cls: type[Any], given: Mapping[str, str] | None, what: str) ->
     names = [field.name for field in fields(cls)]
     unknown = sorted(set(given or {}) - set(names))
     if unknown:
-        raise ConfigError(f"unknown {what}: {', '.join(unknown)}; expected some of {', '.join(names)}")
+        hints = ", ".join(f"{name}{suggest(name, names)}" for name in unknown)
+        raise ConfigError(f"unknown {what}: {hints}; expected some of {', '.join(names)}")
     for name, value in (given or {}).items():
         if not isinstance(value, str):
             raise ConfigError(f"{what}[{name!r}] is {value!r}, expected a string")

@@ -6,6 +6,8 @@ see the plan, and live on from epoch to epoch.
 
 from __future__ import annotations
 
+import hashlib
+import random
 import signal
 import threading
 import time
@@ -14,6 +16,9 @@ from contextlib import contextmanager
 from functools import cache, partial
 from logging import getLogger
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from packhorse.chat import IGNORE_INDEX, pad_token_id
 from packhorse.collate.packed import collate_packs, loss_inputs
@@ -75,6 +80,26 @@ def time_limit(seconds: float | None) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
         finally:  # even if the alarm goes off at this moment
             signal.signal(signal.SIGALRM, previous)
+
+
+def _seed_random(text: str) -> None:
+    """Seed the random numbers of Python, numpy and torch, for what a dataset or a hook draws."""
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would initialise the GPUs
+
+
+@contextmanager
+def restore_random_state() -> Iterator[None]:
+    """Restore the random numbers of Python, numpy and torch after the block."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
 
 
 class Built(NamedTuple):
@@ -141,6 +166,9 @@ class BatchBuilder:
 
     def sample(self, index: int) -> Sample | None:
         """Return a sample as :meth:`prepare` makes it; None if it cannot be used, which is recorded."""
+        # With shard_data each rank has its own indices: keys differ.
+        sample = self.samples.key(index) if self.config.shard_data else index
+        _seed_random(f"{self.config.seed}/{self.samples.epoch}/{sample}")
         with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
             return self.prepare(self.samples.load_sample(index))
         return None

@@ -7,13 +7,12 @@ import os
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from packhorse.errors import ConfigError, require
+from packhorse.errors import ConfigError, require, suggest
 from packhorse.types import Rows, World
 from packhorse.utils.pool import StartMethod, check_start_method
 
@@ -64,17 +63,17 @@ class LoaderConfig:
     Values are checked when the object is made.
 
     Attributes:
-        data: a meta file, a dict with its content, or examples: a list, a Hugging Face dataset, anything with
-            ``len`` and ``[index]`` that returns ``{"conversation": [...]}``.
+        data: a data file, a meta file, a dict with its content, or examples: a list, a Hugging Face dataset,
+            anything with ``len`` and ``[index]`` that returns ``{"conversation": [...]}``.
         dataset_names: use only these datasets of a meta file.
         mode: ``"pack"`` fills packs; ``"pad"`` batches samples of similar length.
         pack_size: maximum tokens of a pack (``"pad"``: of a sample), after the label shift.
         batch_size: packs (or samples) per rank and micro-step.
         gradient_accumulation_steps: micro-steps per optimizer step; an epoch is padded to a multiple of it.
         pad_to_size: pad every batch to ``pack_size``, for compiled models; otherwise to its longest row.
-        seed: random seed of planning, order and replacements.
+        seed: random seed of planning and order, and of the numbers that a dataset draws for a sample.
         attn_implementation: attention backend that packs are collated for; None takes the model's, or
-            ``"sdpa"`` without a model.
+            ``"sdpa"`` without a model. A model that runs another one raises.
         pixel_dtype: dtype that pixels are converted to, such as ``"bfloat16"``; None takes the model's, or
             leaves pixels as they are.
         alignment: pad each document to a multiple of this many tokens (2 x context-parallel size).
@@ -283,7 +282,7 @@ def load(  # noqa: D417 (the settings are documented once, in LoaderConfig)
     For example ``packhorse.load("meta.json", processor, model=model, pack_size=8192, num_workers=8)``.
 
     Args:
-        data: a meta file, a dict with its content, or examples.
+        data: a data file (``train.jsonl``), a meta file, a dict with its content, or examples.
         processor: a processor, or the path or Hub name of one.
         model: the model to train, its config, folder or Hub name; required for packs. See
             :meth:`LoaderConfig.build`, also for ``world``, ``group`` and ``counts``.
@@ -312,18 +311,9 @@ def _check_names(names: Iterable[str], others: Sequence[str] = ()) -> None:
     known = [*(field.name for field in fields(LoaderConfig)), *others]
     unknown = sorted(str(name) for name in names if name not in known)
     if unknown:
-        hints = [f"{name!r}{_suggest(name, known)}" for name in unknown]
+        other_names = {other: ours for ours, others in _OTHER_NAMES.items() for other in others}
+        hints = [f"{name!r}{suggest(name, known, other_names)}" for name in unknown]
         raise ConfigError(f"unknown setting {', '.join(hints)}. Settings are: {', '.join(sorted(known))}")
-
-
-def _suggest(name: object, choices: Sequence[str]) -> str:
-    """Return `` (did you mean 'x'?)``, or an empty string if nothing is similar."""
-    other_names = {
-        other: ours for ours, others in _OTHER_NAMES.items() for other in others if ours in choices
-    }
-    for match in get_close_matches(str(name), [*choices, *other_names], 1):
-        return f" (did you mean {other_names.get(match, match)!r}?)"
-    return ""
 
 
 @cache
@@ -342,7 +332,7 @@ def _check_value(name: str, value: Any, hint: object) -> None:
         if value not in choices:
             expected = ", ".join(map(repr, choices))
             raise ConfigError(
-                f"{name}={value!r}: expected one of {expected}{or_none}{_suggest(value, choices)}"
+                f"{name}={value!r}: expected one of {expected}{or_none}{suggest(value, choices)}"
             )
         return
     kinds = tuple(get_origin(option) or option for option in options)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from packhorse.chat import is_transformers, tokenizer_of
+from packhorse.chat import chat_templates
 from packhorse.count.columns import CountColumns
 from packhorse.distributed import Collectives
 from packhorse.errors import ConfigError
@@ -83,12 +83,6 @@ def make_work_item(
     return WorkItem(epoch, step, packs, schedule.media_mask(step) if media_mask is None else media_mask)
 
 
-def _templates_of(processor: Processor) -> list[Any]:
-    """Return the chat templates that a processor uses; those of transformers do not use the tokenizer's."""
-    owners = (processor,) if is_transformers(processor) else (processor, tokenizer_of(processor))
-    return [getattr(owner, "chat_template", None) for owner in owners]
-
-
 class Loader:
     """Iterate over it for the batches of one rank.
 
@@ -107,6 +101,7 @@ class Loader:
         num_workers: processes that build batches.
         model_name: class of the model (or config) that batches are made for; ``"unchecked"`` if the caller
             opted out of checking it.
+        attn_implementation: attention backend that packs are collated for; None in padded batches.
         ledger: samples dropped on this rank, with reasons; after a resume with ``ledger_dir`` also the
             entries that the rank's file has about the resumed epoch.
         epoch_stats: what became of the samples of the last finished epoch; None before that.
@@ -139,8 +134,9 @@ class Loader:
         self._startup = start_up(config, opened, self._ranks, counts)
         self.dataset, self.processor, self.counts = opened.dataset, opened.processor, self._startup.counts
         self.model_name = opened.model.name
+        self.attn_implementation = attn_backend(config, opened.model) if config.mode == "pack" else None
         self._samples, self._planner = self._startup.samples, self._startup.planner
-        self._templates = deepcopy(_templates_of(self.processor))  # a dict of them may be changed in place
+        self._templates = deepcopy(chat_templates(self.processor))  # a dict of them may be changed in place
         # Schedule all packs over all ranks; with shard_data each rank schedules its own.
         self._plan_world = World() if config.shard_data else self.world
         self._layout = BatchLayout(
@@ -175,13 +171,12 @@ class Loader:
     def __repr__(self) -> str:
         config, data = self.config, self.config.data
         name = repr(os.fspath(data)) if isinstance(data, str | os.PathLike) else type(data).__name__
-        attention = attn_backend(config, self._startup.opened.model) if config.mode == "pack" else None
         model = {"unchecked": "unchecked", "none": None}.get(self.model_name, f"{self.model_name} (checked)")
         return (
             f"Loader(data={name}, rows={len(self.dataset)}, mode={config.mode!r}, "
             f"pack_size={config.pack_size}, batch_size={config.batch_size}, "
             f"rank={self.world.rank} of {self.world.size}, num_workers={self.num_workers}, "
-            f"attn_implementation={attention!r}, model={model}, packs={len(self.plan)}, "
+            f"attn_implementation={self.attn_implementation!r}, model={model}, packs={len(self.plan)}, "
             f"epoch={self.epoch}, step={self.cursor} of {len(self)})"
         )
 
@@ -274,7 +269,7 @@ class Loader:
             requested = time.perf_counter()
 
     def _check_templates(self) -> None:
-        if _templates_of(self.processor) != self._templates:
+        if chat_templates(self.processor) != self._templates:
             raise ConfigError(
                 f"the chat template of {type(self.processor).__name__} was changed after its tokens were "
                 "counted: set it before packhorse.load, or load the data once more"

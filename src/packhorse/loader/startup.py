@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from packhorse.chat import Processor, is_tokenizer, pad_token_id
-from packhorse.collate.packed import ATTENTION
+from packhorse.collate.packed import ATTENTION, check_takes_batches_of
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import contents_of
 from packhorse.count.counting import count_meta
@@ -34,22 +34,22 @@ from packhorse.distributed import Collectives
 from packhorse.encode.robust import dataset_key
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError, data_errors
-from packhorse.families import family_of
+from packhorse.families import Encoder
 from packhorse.families.models import (
     EXPECTED,
     UNCHECKED,
     as_whole_processor,
+    attention_of,
     check_packable,
     check_router_loss,
     check_shift_labels,
     is_unchecked,
     media_parts,
     resolve_model,
-    text_config,
 )
 from packhorse.families.qwen_vl import RopeIndex, rope_index
 from packhorse.formats.conversation import parse_conversation
-from packhorse.formats.meta import MetaDataset, open_meta_dataset
+from packhorse.formats.meta import DATA_SUFFIXES, MetaDataset, open_meta_dataset
 from packhorse.ledger import Ledger
 from packhorse.loader.config import Data, LoaderConfig
 from packhorse.loader.placeholder import Placeholders
@@ -66,11 +66,10 @@ _MAX_ROWS_WITHOUT_PROCESSES = 20_000  # starting processes takes some seconds
 _BLOCK = 256
 _COUNT, _READ_COUNTS = "count the tokens", "read the count files"
 _EXPECTED = (
-    "a meta file (JSON that names data files), a dict with its content, or examples with len() and [index] "
-    "(a list, a Hugging Face dataset that is not streamed)"
+    "a data file (.jsonl, .parquet, a JSON array), a meta file (JSON that names data files), a dict with its "
+    "content, or examples with len() and [index] (a list, a Hugging Face dataset that is not streamed)"
 )
-_DATA_FILES = (".jsonl", ".ndjson", ".parquet", ".arrow", ".jsonl.gz", ".jsonl.zst")
-_OTHER_FILES = (".tar", ".tar.gz", ".tgz", ".zip", ".csv", ".tsv", ".xlsx")
+_OTHER_FILES = (".arrow", ".tar", ".tar.gz", ".tgz", ".zip", ".csv", ".tsv", ".xlsx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +83,7 @@ class ModelInfo:
         weights: compute cost of tokens and patches.
         config: its config; None if unknown.
         name: class of the model or config; ``"unchecked"``, or ``"none"`` without a model.
+        loaded: whether the model itself is known; a config does not determine the attention that runs.
     """
 
     get_rope_index: RopeIndex | None = None
@@ -92,19 +92,25 @@ class ModelInfo:
     weights: CostWeights = field(default_factory=CostWeights)
     config: Any = None
     name: str = UNCHECKED
+    loaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedData:
-    """Rows, and the processor and model they are for; nothing is counted yet.
+    """Rows, and the processor (bound to its family once) and model they are for; nothing is counted yet.
 
     ``ledger`` has entries of rows that are not selected, and later those of encoding.
     """
 
     dataset: Any
-    processor: Processor
+    encoder: Encoder
     model: ModelInfo
     ledger: Ledger
+
+    @property
+    def processor(self) -> Any:
+        """The encoder's processor."""
+        return self.encoder.processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +138,16 @@ def open_data(
     """
     run = ranks.run_on_all_ranks
     ranks.assert_same("have different settings", config.of_all_ranks(), "Give all of them the same settings")
-    opened_processor = run("open the processor", partial(as_whole_processor, processor))
+    encoder = run("open the processor", lambda: Encoder(as_whole_processor(processor)))
     if not isinstance(model, ModelInfo):
         model = run("inspect the model", partial(inspect_model, model, packed=config.mode == "pack"))
-    run("check the processor", partial(_check_processor, opened_processor, model))
+    run("check the processor", partial(_check_processor, encoder.processor, model))
     selection = ledger if config.shard_data or ranks.world.rank == 0 else Ledger()
     shard = ranks.world if config.shard_data else None
-    dataset = run("open the data", partial(open_rows, config.data, config.dataset_names, selection, shard))
+    dataset = run("open the data", partial(open_dataset, config.data, config.dataset_names, selection, shard))
     if isinstance(dataset, MetaDataset) and dataset.ledger is selection:
         dataset.ledger = ledger  # remarks on a row are entries of the rank that delivers it
-    return OpenedData(dataset, opened_processor, model, ledger)
+    return OpenedData(dataset, encoder, model, ledger)
 
 
 def start_up(
@@ -151,7 +157,7 @@ def start_up(
 
     All ranks call this. ``opened`` may have been opened with other pack settings.
     """
-    dataset, processor = opened.dataset, opened.processor
+    dataset = opened.dataset
     if counts is None:
         counts = count_rows(config, opened, ranks)
     if len(counts) != len(dataset):
@@ -160,7 +166,7 @@ def start_up(
     present, lacking = _media_of_samples(counts, ranks, config.shard_data)
     if samples.truncate and (counts.total - 1 > config.pack_size).any():
         lacking = present  # truncation may remove the only image of a sample
-    read = partial(contents_of, dataset, processor, hash_all=config.verify == "full")
+    read = partial(contents_of, dataset, opened.encoder, hash_all=config.verify == "full")
     planner = Planner(
         counts,
         samples,
@@ -186,7 +192,7 @@ def encoding_dataset(config: LoaderConfig, opened: OpenedData, capacity: int) ->
     truncate = config.on_overlong == "truncate"
     return PreTokenizedDatasetWrapper(
         opened.dataset,
-        opened.processor,
+        opened.encoder,
         capacity + 1 if truncate else None,
         truncate=truncate,
         inject_fake_images=False,  # batches get a placeholder where they need one
@@ -255,12 +261,12 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
         weights = CostWeights()
     return ModelInfo(
         rope_index(known),
-        # transformers has no public way to read the attention implementation.
-        str(getattr(text_config(config), "_attn_implementation", None) or "sdpa"),
+        attention_of(config),
         getattr(inner, "dtype", None),
         weights,
         config,
         type(known).__name__,
+        inner is not None,
     )
 
 
@@ -276,7 +282,7 @@ def _check_processor(processor: Processor, model: ModelInfo) -> None:
 
 def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
     """Raise if batches cannot be built with these settings, or would be wrong for the model."""
-    model, family = opened.model, family_of(opened.processor)
+    model, family = opened.model, opened.encoder.family
     if config.mode == "pad":
         return
     pad_token_id(opened.processor)
@@ -302,6 +308,8 @@ def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
             f"{model.name}: load the model with one of {', '.join(ATTENTION)}"
         )
     check_router_loss(model.config)
+    if model.loaded and config.attn_implementation is not None:
+        check_takes_batches_of(model.name, model.attn_implementation, config.attn_implementation)
 
 
 def attn_backend(config: LoaderConfig, model: ModelInfo) -> str:
@@ -312,7 +320,7 @@ def attn_backend(config: LoaderConfig, model: ModelInfo) -> str:
 # The rows.
 
 
-def open_rows(data: Data, names: Sequence[str] | None, ledger: Ledger, shard: World | None = None) -> Any:
+def open_dataset(data: Data, names: Sequence[str] | None, ledger: Ledger, shard: World | None = None) -> Any:
     """Open the rows of a meta file, or check a sequence of examples; there must be at least one.
 
     Uses only the datasets of a meta file in ``names``, and only this rank's rows with ``shard``. ``ledger``
@@ -326,7 +334,7 @@ def open_rows(data: Data, names: Sequence[str] | None, ledger: Ledger, shard: Wo
     if isinstance(data, str | PathLike | Mapping):
         meta = dict(data) if isinstance(data, Mapping) else str(data)
         if isinstance(meta, str):
-            _check_is_meta_file(meta)
+            _check_is_file(meta)
         options: dict[str, Any] = {}
         if shard is not None:
             options = {"shard_data": True, "rank": shard.rank, "world_size": shard.size, "remainder": "keep"}
@@ -356,32 +364,27 @@ def _check_examples(data: Any, names: Sequence[str] | None, shard: World | None)
         if outcome.error is None and (not isinstance(first, Mapping) or "conversation" not in first):
             found = ", ".join(first) if isinstance(first, Mapping) else type(first).__name__
             raise ConfigError(
-                f"examples need a 'conversation' (found: {found}): see docs/datasets.md, or pass a meta file"
+                f"examples need a 'conversation' (found: {found}): see docs/reference/data.md. Write a "
+                "Hugging Face dataset to Parquet and pass that file: docs/how-to/finetune_hf_dataset.md"
             )
 
 
-def _check_is_meta_file(path: str) -> None:
-    """Raise if a local path is missing, a folder, a data file, an archive or a table; say what to write."""
+def _check_is_file(path: str) -> None:
+    """Raise if a local path is missing, a folder, an archive or a table; say what to write."""
     if is_address(path):
         return
     if not os.path.exists(path):
         raise ConfigError(f"data {path}: no such file or directory. Expected {_EXPECTED}")
-    folder = os.path.dirname(path) or "."
-    file, advice = path, "Write"
     if os.path.isdir(path):
-        data_files = (name for name in sorted(os.listdir(path)) if name.endswith(_DATA_FILES))
-        kind, folder, file = "a directory", path, os.path.join(path, next(data_files, "train.jsonl"))
-    elif path.lower().endswith(_DATA_FILES):
-        kind = "a data file"
+        data_files = (name for name in sorted(os.listdir(path)) if name.endswith(DATA_SUFFIXES))
+        file, kind, advice = os.path.join(path, next(data_files, "train.jsonl")), "a directory", "Pass"
     elif path.lower().endswith(_OTHER_FILES):
         kind = "an archive or table"
-        file = os.path.join(folder, f"{os.path.basename(path).partition('.')[0]}.jsonl")
-        advice = f"Write its rows to {file} first, one JSON object a line, then"
+        file = os.path.join(os.path.dirname(path), f"{os.path.basename(path).partition('.')[0]}.jsonl")
+        advice = "Write its rows to a file, one JSON object a line, then pass"
     else:
         return
-    name = os.path.basename(file).partition(".")[0] or "train"
-    entry = f"data={{{name!r}: {{'file_name': {file!r}, 'media_dir': {folder!r}}}}}"
-    raise ConfigError(f"data {path} is {kind}. Expected {_EXPECTED}. {advice} {entry}")
+    raise ConfigError(f"data {path} is {kind}. Expected {_EXPECTED}. {advice} {file}")
 
 
 class Shard(Sequence[Any]):
@@ -408,24 +411,24 @@ def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Collectives) -> 
 
     Each rank counts a share; without a process group each rank counts all rows.
     """
-    dataset, processor, run = opened.dataset, opened.processor, ranks.run_on_all_ranks
+    dataset, encoder, run = opened.dataset, opened.encoder, ranks.run_on_all_ranks
     if isinstance(dataset, Shard):  # no other rank has these rows
-        return run(_COUNT, partial(count_examples, dataset, processor))
+        return run(_COUNT, partial(count_examples, dataset, encoder))
     if not isinstance(dataset, MetaDataset):
-        return _count_slices(dataset, processor, ranks)
+        return _count_slices(dataset, encoder, ranks)
     retry = not os.environ.get("PACKHORSE_KEEP_COUNTS")
-    read = partial(counts_of, dataset, processor, log_missing=ranks.world.rank == 0, retry_unreachable=retry)
+    read = partial(counts_of, dataset, encoder, log_missing=ranks.world.rank == 0, retry_unreachable=retry)
     counts = run(_READ_COUNTS, read)
     if ranks.all_agree(counts is not None) and counts is not None:
         return counts
     if isinstance(config.data, MetaDataset):  # opened by the caller: there is no file to count
-        return _count_slices(dataset, processor, ranks)
+        return _count_slices(dataset, encoder, ranks)
     processes = ranks.share_cores(config.count_workers)  # on every rank: their shards may differ in length
     local = LocalEngine(processes if len(dataset) > _MAX_ROWS_WITHOUT_PROCESSES else 1)
     run(_COUNT, partial(_count_meta, config, opened, ranks, local))
-    counts = run(_READ_COUNTS, partial(counts_of, dataset, processor, log_missing=False))
+    counts = run(_READ_COUNTS, partial(counts_of, dataset, encoder, log_missing=False))
     if not ranks.all_agree(counts is not None):  # no shared folder: only rank 0 has the count files
-        whole = ranks.broadcast(_READ_COUNTS, partial(_counts_of_all_ranks, dataset, processor))
+        whole = ranks.broadcast(_READ_COUNTS, partial(_counts_of_all_ranks, dataset, encoder))
         counts = None if whole is None else _own_counts(dataset, whole)
     if counts is None:
         raise ConfigError(
@@ -440,25 +443,25 @@ def _count_meta(config: LoaderConfig, opened: OpenedData, ranks: Collectives, lo
     if ranks.is_distributed and ranks.rendezvous is not None:
         engine = RankEngine(ranks, ranks.rendezvous, local)
         if ranks.world.rank:
-            return engine.serve(PartCounter(opened.processor))
+            return engine.serve(PartCounter(opened.encoder))
     elif ranks.is_distributed and ranks.world.rank:
         return None  # without a store rank 0 counts alone
     rows, names = f"{len(opened.dataset):,}", config.dataset_names
     logger.info("counting the tokens of %s rows; `packhorse count` does this ahead of a run", rows)
     meta = dict(config.data) if isinstance(config.data, Mapping) else str(config.data)
     with Progress("counting tokens") as progress:
-        report = count_meta(meta, opened.processor, dataset_names=names, engine=engine, progress=progress)
+        report = count_meta(meta, opened.encoder, dataset_names=names, engine=engine, progress=progress)
     logger.info("counted %s rows in %.1f s", f"{report.counted_rows:,}", report.seconds)
     return None
 
 
-def _counts_of_all_ranks(dataset: MetaDataset, processor: Processor) -> CountColumns | None:
+def _counts_of_all_ranks(dataset: MetaDataset, encoder: Encoder) -> CountColumns | None:
     """Return the counts of the rows of all ranks, of which this one has a share."""
     sources = [
         replace(source, selection=replace(source.selection, world=World(), remainder="keep"))
         for source in dataset.sources
     ]
-    return counts_of(MetaDataset(sources, Ledger()), processor)
+    return counts_of(MetaDataset(sources, Ledger()), encoder)
 
 
 def _own_counts(dataset: MetaDataset, whole: CountColumns) -> CountColumns:
@@ -473,15 +476,15 @@ def _own_counts(dataset: MetaDataset, whole: CountColumns) -> CountColumns:
     return whole.take(np.concatenate(positions))
 
 
-def _count_slices(dataset: Rows, processor: Processor, ranks: Collectives) -> CountColumns:
+def _count_slices(dataset: Rows, encoder: Encoder, ranks: Collectives) -> CountColumns:
     """Count examples that all ranks have: each rank a slice of them."""
     rank, size = (ranks.world.rank, ranks.world.size) if ranks.is_distributed else (0, 1)
     rows = range(len(dataset) * rank // size, len(dataset) * (rank + 1) // size)
-    counted = ranks.run_on_all_ranks(_COUNT, partial(count_examples, dataset, processor, rows))
+    counted = ranks.run_on_all_ranks(_COUNT, partial(count_examples, dataset, encoder, rows))
     return CountColumns.concat(ranks.gather(counted))
 
 
-def count_examples(dataset: Rows, processor: Processor, rows: range | None = None) -> CountColumns:
+def count_examples(dataset: Rows, processor: Encoder | Processor, rows: range | None = None) -> CountColumns:
     """Count the examples of a sequence (``rows``: only these); one that fails has a reason instead."""
     rows = range(len(dataset)) if rows is None else rows
     counter = make_counter(processor)

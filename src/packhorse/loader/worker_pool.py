@@ -10,19 +10,18 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache, partial
 from logging import getLogger
 from typing import Any
 
-import numpy as np
 import torch
 
 from packhorse.errors import SystemFault, list_some
-from packhorse.loader.build import NO_SAMPLE, BatchBuilder, Built
+from packhorse.loader.build import NO_SAMPLE, BatchBuilder, Built, restore_random_state
 from packhorse.loader.config import LoaderConfig
 from packhorse.types import Batch, WorkItem
 from packhorse.utils.pool import EngineError, ProcessPool, ResultTimeout, WorkerDied, in_worker
@@ -81,12 +80,9 @@ def build_staged(builder: BatchBuilder, item: WorkItem) -> Built:
     Recorded at once, the entries of a first attempt would stay although the second one may succeed.
     """
     keep_freed_memory()
-    if in_worker():  # seed by step: the same numbers in any worker, and in a retry
-        seed = int(np.random.SeedSequence((item.epoch, item.step)).generate_state(1)[0])
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would initialise the GPUs
-    with builder.samples.ledger.capture() as drops:
+    # Each sample seeds the random numbers of its process: here they are the program's.
+    unchanged = nullcontext() if in_worker() else restore_random_state()
+    with unchanged, builder.samples.ledger.capture() as drops:
         built = builder.build(item)
     return built._replace(drops=tuple(drops))
 

@@ -1,7 +1,7 @@
 """Decode audio clips into mono float32 arrays, and read their lengths.
 
 libsndfile decodes WAV, FLAC, OGG, MP3 and the like; PyAV decodes the formats it cannot read (AAC in ``.m4a``,
-the audio track of a video) and files whose header has no length. Needs ``pip install 'packhorse[audio]'``,
+the audio track of a video) and files whose header has no length. Needs ``pip install -e '.[audio]'``,
 for PyAV ``[video]``; an array needs soxr only to change its rate. Ten seconds take about a millisecond.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from packhorse.errors import BadSample, MissingDependency, require
+from packhorse.errors import BadSample, MissingDependency, install_line, require
 from packhorse.media.container import open_container, packets_of
 from packhorse.media.failure import DEFAULT_MAX_BYTES, bad_media, check_bytes
 from packhorse.media.source import decoding, describe, open_source, reading
@@ -309,7 +309,7 @@ def _open_soundfile(file: BinaryIO, source: object) -> Iterator[Any]:
     except MissingDependency as error:
         raise MissingDependency(
             f"{describe(source)} has no length in its header, so PyAV is needed to read it: "
-            "pip install 'packhorse[video]'"
+            f"{install_line('video')}"
         ) from error
     yield None
 
@@ -337,7 +337,7 @@ def _read_with_pyav(file: BinaryIO, source: object, max_bytes: int | None, *, de
     except MissingDependency as error:
         raise bad_media(
             f"{describe(source)} is in no format that libsndfile reads. AAC and the audio of videos are read "
-            "with PyAV: pip install 'packhorse[video]'"
+            f"with PyAV: {install_line('video')}"
         ) from error
     samples = np.empty(0, np.float32)
     try:

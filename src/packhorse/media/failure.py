@@ -2,23 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-
-from packhorse.errors import BadSample, PackhorseError, SystemFault
+from packhorse.errors import BadSample, PackhorseError, machine_fault
 from packhorse.types import Reason
-
-# Errors of the machine, not of one file: every other sample would fail too, so dropping samples would lose
-# good data. Network errors are not in the list: a dead link is a property of its row.
-_MACHINE_FAULTS = {
-    errno.EMFILE: "close files, use fewer workers, or raise the limit (ulimit -n)",
-    errno.ENFILE: "close files on this machine, or raise its limit (fs.file-max)",
-    errno.ENOMEM: "free memory, or use fewer workers",
-    errno.ENOSPC: "free disk space",
-    errno.EDQUOT: "free disk space, or raise the quota",
-    errno.EIO: "check the disk or the mount",
-    errno.ESTALE: "remount the file system",
-    errno.ENOTCONN: "remount the file system",
-}
 
 DEFAULT_MAX_BYTES = 8 << 30
 """8 GiB: 1,380 frames of 1920 x 1080 as bytes, or 37 hours of audio at 16 kHz as floats."""
@@ -40,17 +25,6 @@ class RemoteError(OSError):
 def bad_media(detail: str, reason: Reason = "broken_media") -> BadSample:
     """Return the error for a media item that cannot be used; ``detail`` names the source."""
     return BadSample(detail, reason=reason, stage="media")
-
-
-def machine_fault(error: BaseException, detail: str) -> SystemFault | None:
-    """Return the error to raise if ``error`` is a fault of the machine (no file handles, a failing disk).
-
-    Not for FFmpeg's errors: its "I/O error" and "out of memory" mostly mean damaged data.
-    """
-    advice = _MACHINE_FAULTS.get(error.errno or 0) if isinstance(error, OSError) else None
-    if advice is None:
-        return None
-    return SystemFault(f"{detail}: the machine is at fault, not the sample; {advice}")
 
 
 def access_error(error: BaseException, detail: str) -> PackhorseError | None:

@@ -275,6 +275,12 @@ def resize_image(
     return _within(height, width, factor, (rows, columns), area, 1, min_pixels, max_pixels)
 
 
+def image_tokens(size: tuple[int, int], factor: int, min_pixels: int, max_pixels: int) -> int:
+    """Return the tokens of an image after `resize_image`: one for each square of ``factor`` pixels a side."""
+    height, width = resize_image(*size, factor, min_pixels, max_pixels)
+    return height * width // factor**2
+
+
 def resize_video(
     num_frames: int,
     height: int,

@@ -2,7 +2,7 @@
 
 A database is opened once per process (read-only, without lock file and read-ahead) and stays open; an entry
 then costs one tree walk and one copy. After a fork the child opens its own, so forked and spawned DataLoader
-workers read safely. Needs ``pip install 'packhorse[lmdb]'``.
+workers read safely. Needs ``pip install -e '.[lmdb]'``.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar, cast
 
-from packhorse.errors import ConfigError, MissingDependency
-from packhorse.media.failure import RemoteError, bad_media, machine_fault
+from packhorse.errors import ConfigError, MissingDependency, machine_fault
+from packhorse.media.failure import RemoteError, bad_media
 from packhorse.types import mask_secrets
 
 T = TypeVar("T")

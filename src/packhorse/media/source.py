@@ -26,8 +26,8 @@ from functools import wraps
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import unquote
 
-from packhorse.errors import DATA_ERRORS, BadSample, PackhorseError, is_data_error
-from packhorse.media.failure import RemoteError, bad_media, machine_fault, read_error
+from packhorse.errors import DATA_ERRORS, BadSample, PackhorseError, is_data_error, machine_fault
+from packhorse.media.failure import RemoteError, bad_media, read_error
 from packhorse.media.lmdb import read_lmdb
 from packhorse.media.remote import open_address
 from packhorse.types import mask_secrets
@@ -38,6 +38,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _LOCAL_SCHEMES = ("file://", "local://")
 _SCHEME = re.compile(r"[A-Za-z0-9+.\-:]+")
 _MAX_NAME = 200
+_BASE64 = re.compile(r"data:[^,;/]*/[^,]*;base64,.*|(?:(?<=/)|^)/?[A-Za-z0-9+/]{200,}={0,2}$", re.DOTALL)
+_BASE64_IMAGE = re.compile(r"data:|/9j/|iVBORw0KGg|R0lGOD|UklGR")  # JPEG, PNG, GIF, WebP
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,13 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedBytes:
     """Encoded bytes in memory."""
 
     data: bytes
 
 
-Location = LocalFile | LmdbEntry | Address | Encoded
+Location = LocalFile | LmdbEntry | Address | EncodedBytes
 
 
 def locate(source: object) -> Location:
@@ -86,7 +88,7 @@ def locate(source: object) -> Location:
             raise bad_media(f"{describe(source)}: expected 'bytes' or 'path', found neither", "missing_media")
         return locate(path if data is None else data)
     if isinstance(source, bytes | bytearray | memoryview):
-        return Encoded(bytes(source))
+        return EncodedBytes(bytes(source))
     if not isinstance(source, str | os.PathLike):
         raise bad_media(f"{describe(source)} is not a path, an address or encoded bytes", "wrong_format")
     text = os.fsdecode(source)
@@ -118,7 +120,7 @@ def open_source(source: object, *, buffering: int = -1, block_size: int | None =
     """
     file: BinaryIO
     match locate(source):
-        case Encoded(data):
+        case EncodedBytes(data):
             file, size = io.BytesIO(data), len(data)
         case LmdbEntry(database, key):
             value = read_lmdb(database, key)
@@ -238,14 +240,30 @@ def _open_local(path: str, buffering: int) -> tuple[BinaryIO, int]:
             raise bad_media(f"{describe(path)} is {kind}, expected a file", "missing_media")
         return open(path, "rb", buffering), status.st_size
     except FileNotFoundError as error:
-        raise bad_media(f"no file {describe(path)}", "missing_media") from error
+        raise _base64_error(path) or bad_media(f"no file {describe(path)}", "missing_media") from error
     except OSError as error:
+        if (bad := _base64_error(path)) is not None:
+            raise bad from error
         detail = f"{describe(path)} cannot be opened ({error.strerror})"
         raise read_error(error, detail, "missing_media") from error
     except ValueError as error:
         if isinstance(error, BadSample):
             raise
         raise bad_media(f"{describe(path)!r} is not a file name ({error})", "missing_media") from error
+
+
+def _base64_error(path: str) -> BadSample | None:
+    """Return the error for base64 data in place of a path; the media folder may be in front of it."""
+    found = _BASE64.search(path)
+    if found is None or not all(re.search(kind, found[0]) for kind in ("[a-z]", "[A-Z]", "[0-9]")):
+        return None
+    image = _BASE64_IMAGE.search(found[0])
+    data = found[0] if image is None else found[0][image.start() :]
+    return bad_media(
+        f"base64 data in place of a path ({data[:24]}…, {len(data):,} characters): decode it, save it as a "
+        "file and give the path of the file",
+        "missing_media",
+    )
 
 
 def _open_address(url: str, block_size: int | None) -> tuple[BinaryIO, int]:
@@ -294,7 +312,7 @@ def confine(path: object, media_dir: PathLike) -> Any:
     root = locate(media_dir)
     for part in _paths(path):
         location = locate(part)
-        if isinstance(location, Encoded):
+        if isinstance(location, EncodedBytes):
             continue
         if isinstance(root, Address):
             inside = isinstance(location, Address) and _is_address_inside(location.url, root.url)

@@ -5,7 +5,7 @@ MOV, AVI, a folder or list of frames; 50 for an hour of MP4), else one read of t
 :func:`load_video` decodes the frames of :func:`~packhorse.media.sample_frame_indices` and as few others as
 possible, and keeps them in memory: frames x height x width x 3 bytes, up to a limit.
 
-Files need ``pip install 'packhorse[video]'``; folders and lists of images do not.
+Files need ``pip install -e '.[video]'``; folders and lists of images do not.
 """
 
 from __future__ import annotations

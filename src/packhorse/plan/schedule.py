@@ -229,6 +229,12 @@ class Units:
             return np.asarray(self.plan[unit], np.int64)
         return self.parts[unit - len(self.plan)]
 
+    def pack(self, unit: int) -> int:
+        """Return the number of the pack that a unit is, or is a part of."""
+        while unit >= len(self.plan):
+            unit = self._parents[unit - len(self.plan)]
+        return unit
+
     def split(self, unit: int) -> tuple[int, int]:
         """Split a unit of at least two samples into two new ones of about equal cost."""
         samples = self.samples(unit)
@@ -320,9 +326,14 @@ class PackSchedule:
         costs: Floats = self._padded_costs[self.table[step]].sum(axis=1)
         return costs
 
+    def rank_costs(self) -> Floats:
+        """Return the cost of every micro-step on each rank: [steps, ranks]."""
+        costs: Floats = self._padded_costs[self.table].sum(axis=2)
+        return costs
+
     def straggler_ratio(self) -> float:
         """Return max / mean of the costs over ranks, averaged over steps; 1.0 is perfectly even."""
-        costs = self._padded_costs[self.table].sum(axis=2)
+        costs = self.rank_costs()
         mean = costs.mean(axis=1)
         return float((costs.max(axis=1)[mean > 0] / mean[mean > 0]).mean()) if (mean > 0).any() else 1.0
 

@@ -230,13 +230,19 @@ class JsonRows(RowFile):
         return f"{self.name}, {unit} {row} (byte {start})"
 
     def _read_bytes(self, start: int, stop: int) -> bytes:
-        data = os.pread(self._fd, stop - start, start)
+        data = self._pread(stop - start, start)
         while len(data) < stop - start:
-            more = os.pread(self._fd, stop - start - len(data), start + len(data))
+            more = self._pread(stop - start - len(data), start + len(data))
             if not more:
                 raise ConfigError(f"{self.name}: the file is shorter than when it was opened; open it again")
             data += more
         return data
+
+    def _pread(self, size: int, start: int) -> bytes:
+        try:
+            return os.pread(self._fd, size, start)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.name) from error
 
     def _strip(self, data: bytes | memoryview) -> bytes:
         """Remove what is between a row and the next: white space, the comma of an array."""

@@ -8,6 +8,7 @@ shared memory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import pickle
@@ -43,6 +44,10 @@ _MAX_NAME_LENGTH = 200
 _JOIN_TIMEOUT = 5.0  # seconds that a process gets to end before it is killed
 _EXIT_GRACE = 1.0  # seconds within which a process whose connections are broken has exited
 _PARENT_CHECK_INTERVAL = 0.2  # seconds
+_DESCRIPTORS = (
+    "Each worker and each tensor of a result needs a file descriptor: raise the limit (ulimit -n), use fewer "
+    "workers or a smaller prefetch_factor"
+)
 
 logger = getLogger("packhorse.pool")
 
@@ -125,7 +130,14 @@ def run_task(
         return result_message(result, dumps)
     except (*PICKLE_ERRORS, OSError, RuntimeError) as error:  # or no shared memory, no file descriptors left
         problem = f"the result of {name_task(position, task)} cannot be sent back ({error})"
+        if _lacks_descriptors(error):
+            problem += f". {_DESCRIPTORS}"
         return error_message(EngineError(problem))
+
+
+def _lacks_descriptors(error: Exception) -> bool:
+    """Return whether a process has no file descriptor left, for itself or to receive one from another."""
+    return any(text in str(error) for text in (os.strerror(errno.EMFILE), "items of ancdata"))
 
 
 def result_message(result: Any, dumps: Callable[[Any], Any] = pickle.dumps) -> bytes:
@@ -346,7 +358,13 @@ class ProcessPool(Generic[T, R]):
 
     def _start_worker(self) -> _Worker:
         # Looked up here: get_context(None) fixes the start method for the whole program.
-        return _Worker(self._work, multiprocessing.get_context(self._multiprocessing_context))
+        context = multiprocessing.get_context(self._multiprocessing_context)
+        try:
+            return _Worker(self._work, context)
+        except OSError as error:
+            if not _lacks_descriptors(error):
+                raise
+            raise EngineError(f"a worker process cannot be started ({error}). {_DESCRIPTORS}") from error
 
     def _positions_at(self, worker: _Worker) -> list[int]:
         """Return the positions of this run's tasks that a worker holds."""
@@ -445,13 +463,13 @@ class ProcessPool(Generic[T, R]):
         run, position = key
         try:
             result = _load_message(content)  # also of earlier runs: this frees their shared memory
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, RuntimeError) as error:  # torch: RuntimeError if it shares by file_system
             worker.process.join(_EXIT_GRACE)
             if worker.process.exitcode is None:
-                raise EngineError(
-                    f"a result cannot be received ({type(error).__name__}: {error}). Each tensor needs a "
-                    "file descriptor: raise the limit (ulimit -n), use fewer workers or a smaller prefetch"
-                ) from error
+                if isinstance(error, RuntimeError) and not _lacks_descriptors(error):
+                    raise
+                problem = f"a result cannot be received ({type(error).__name__}: {error})"
+                raise EngineError(f"{problem}. {_DESCRIPTORS}") from error
             if run == self._run:  # tensors are lost with the worker that sent them
                 self._retry.append(position)
             return

@@ -252,7 +252,7 @@ def test_a_rule_can_be_ignored_and_an_unknown_one_is_rejected(tmp_path: Path) ->
     report = check_meta(meta, ignore=["empty_conversation", "duplicate_conversation"])
     assert list(report.findings()) == []
     assert report.skipped_rules()["empty_conversation"] == "ignored"
-    with pytest.raises(ConfigError, match="no rule empty; there are"):
+    with pytest.raises(ConfigError, match=r"no rule empty \(did you mean 'empty_turn'\?\); there are"):
         check_meta(meta, ignore=["empty"])
     with pytest.raises(ConfigError, match="max_length=5: expected"):
         check_meta(meta, max_length=5)

@@ -54,8 +54,15 @@ class StrictProcessor:
         self.calls: list[dict[str, Any]] = []
 
     def apply_chat_template(
-        self, conversations, *, tokenize, padding, return_tensors, return_dict, max_length=None
-    ):
+        self,
+        conversations: list[Any],
+        *,
+        tokenize: bool,
+        padding: bool | str,
+        return_tensors: str,
+        return_dict: bool,
+        max_length: int | None = None,
+    ) -> dict[str, torch.Tensor]:
         assert tokenize
         assert return_tensors == "pt"
         assert return_dict
@@ -81,11 +88,20 @@ class CallProcessor:
         self.tokenizer = CharTokenizer()
         self.calls: list[dict[str, Any]] = []
 
-    def apply_chat_template(self, conversation, tokenize=False, **options):
+    def apply_chat_template(self, conversation: list[Any], tokenize: bool = False, **options: Any) -> str:
         assert not tokenize
         return chatml(conversation)
 
-    def __call__(self, *, text, return_tensors, padding, images=None, videos=None, **options):
+    def __call__(
+        self,
+        *,
+        text: list[str],
+        return_tensors: str,
+        padding: bool | str,
+        images: list[Any] | None = None,
+        videos: list[Any] | None = None,
+        **options: Any,
+    ) -> dict[str, torch.Tensor]:
         assert return_tensors == "pt"
         self.calls.append({"text": text, "padding": padding, "images": images, "videos": videos, **options})
         rows = [self.tokenizer(one)["input_ids"] for one in text]

@@ -161,6 +161,19 @@ def test_the_samples_of_a_replaced_pack_are_recorded_with_what_came_instead() ->
     assert len(as_themselves) + dataset.ledger.lost() == 4
 
 
+def test_packs_of_unknown_number_that_cannot_be_collated_are_recorded_without_a_key(caplog) -> None:
+    def collate(packs):
+        raise ValueError("torn")
+
+    dataset = make_packs([3, 3, 3], [[0, 1], [2]], 10, on_bad="skip")
+    assert dataset.robust_collate(collate)([dataset[0], dataset[1]]) is None
+    assert [(drop.key, drop.reason, drop.action) for drop in dataset.ledger] == [
+        ("", "collate_failed", "dropped"),
+        ("", "collate_failed", "dropped"),
+    ]
+    assert "pack/0" not in caplog.text
+
+
 def test_samples_that_are_not_encoded_stop_the_run_with_the_wrapper_that_is_missing() -> None:
     said = {"conversation": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     with pytest.raises(ConfigError, match="PreTokenizedDatasetWrapper"):

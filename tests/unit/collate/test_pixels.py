@@ -50,9 +50,9 @@ def test_a_part_with_another_stride_is_joined_by_its_values() -> None:
 def test_batches_of_workers_are_those_of_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packhorse.collate.packer._LARGE", 1)  # forked workers inherit it
     rows = mixed_rows(30, seed=7)
+    settings = {"pack_size": 512, "pixel_dtype": "bfloat16", "multiprocessing_context": "fork"}
     in_process, in_workers = (
-        [dict(batch) for batch in load(rows, pack_size=512, num_workers=num_workers, pixel_dtype="bfloat16")]
-        for num_workers in (0, 2)
+        [dict(batch) for batch in load(rows, num_workers=num_workers, **settings)] for num_workers in (0, 2)
     )
     assert len(in_process) == len(in_workers) > 3
     for batch, other in zip(in_process, in_workers, strict=True):

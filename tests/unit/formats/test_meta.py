@@ -130,6 +130,15 @@ def test_a_mixture_of_every_file_type(tmp_path: Path, kind: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_data_file_is_a_mixture_of_one_with_its_media_next_to_it(tmp_path: Path, kind: str) -> None:
+    turns = [{"role": "user", "content": "<image>x"}, {"role": "assistant", "content": "y"}]
+    path = WRITERS[kind](tmp_path, [{"messages": turns, "images": ["images/i.jpg"]}])
+    (example,) = make_meta_dataset(path)
+    assert example["conversation"][0]["content"][0]["image"] == f"{os.path.dirname(path)}/images/i.jpg"
+    assert open_meta_dataset(path).key(0) == "rows/0"
+
+
 def test_the_meta_file_itself_may_be_an_address(tmp_path: Path) -> None:
     for name, data in (("meta.json", json.dumps({"a": {"file_name": "a.jsonl", "media_dir": "m"}})),
                        ("a.jsonl", json.dumps(chat(0)))):  # fmt: skip
@@ -348,12 +357,18 @@ def test_two_datasets_of_the_same_file_are_both_delivered_and_remarked(tmp_path:
     ("meta", "names", "message"),
     [
         ({"a": {"file_name": "a.jsonl"}}, ["x"], "no dataset x; it has a"),
+        ({"coco": {"file_name": "a.jsonl"}}, ["cocoa"], r"no dataset cocoa \(did you mean 'coco'\?\)"),
         ({"a": {"file_name": "a.jsonl"}}, ["a", "a"], "a twice"),
         ({"a": {}}, None, "dataset 'a' has no file_name"),
         (
             {"a": {"file_name": "a.jsonl", "ratio": 1}},
             None,
             "dataset 'a' has unknown ratio; known are file_name",
+        ),
+        (
+            {"a": {"filename": "a.jsonl", "mediadir": "b"}},
+            None,
+            r"unknown filename \(did you mean 'file_name'\?\), mediadir \(did you mean 'media_dir'\?\)",
         ),
         (
             {"a": {"file_name": "a.jsonl", "sample_ratio": "half"}},
@@ -364,7 +379,7 @@ def test_two_datasets_of_the_same_file_are_both_delivered_and_remarked(tmp_path:
         ({"a": {"file_name": 3}}, None, "file_name=3, expected a str"),
         ({"a": {"file_name": "a.jsonl", "columns": {"x": "y"}}}, None, "dataset 'a': unknown columns: x"),
         ({"a": "a.jsonl"}, None, "dataset 'a' is a str"),
-        ([], None, "expected an object of datasets"),
+        ("a.jsonl", None, "expected an object of datasets"),
     ],
 )
 def test_a_meta_file_that_is_not_in_order_says_where(

@@ -219,8 +219,8 @@ def test_a_row_of_another_format_says_what_it_has(example: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"columns": {"message": "x"}}, "unknown columns: message"),
-        ({"tags": {"role": "from"}}, "unknown tags: role"),
+        ({"columns": {"message": "x"}}, r"unknown columns: message \(did you mean 'messages'\?\)"),
+        ({"tags": {"role": "from"}}, r"unknown tags: role \(did you mean 'role_tag'\?\)"),
         ({"tags": {"role_tag": 3}}, "expected a string"),
         ({"confine": True}, "needs a media_dir"),
     ],

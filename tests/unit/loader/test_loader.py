@@ -1,8 +1,10 @@
 """The loader in one process: what it opens, what it delivers, what it drops and records."""
 
+import copy
 import dataclasses
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -21,7 +23,6 @@ from packhorse import ConfigError, Ledger, LoaderConfig, World
 from packhorse.chat import IGNORE_INDEX
 from packhorse.loader import TooManyBad
 from packhorse.loader.startup import count_examples
-from packhorse.utils.pool import in_worker
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_a_hugging_face_dataset_is_data_too():
         ([{"text": "hello"}], "found: text"),
         (["hello"], "found: str"),
         (7, "data is a int"),
-        (iter([]), "expected a meta file"),
+        (iter([]), "expected a data file"),
     ],
 )
 def test_something_that_is_no_data_is_rejected(data, words):
@@ -471,6 +472,7 @@ def test_shards_need_a_process_group():
 
 
 def test_metrics_are_summed_and_go_to_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
     loader = load(texts(30), pad_to_size=True)
@@ -486,7 +488,12 @@ def test_metrics_are_summed_and_go_to_tensorboard(tmp_path):
     assert "fill" in loader.metrics.summary()
     with SummaryWriter(tmp_path) as writer:
         loader.metrics.log(writer, 3)
-    assert any(path.stat().st_size for path in tmp_path.iterdir())
+    board = EventAccumulator(str(tmp_path))
+    board.Reload()
+    assert {"data/fill", "data/wait", "data/straggler"} <= set(board.Tags()["scalars"])
+    assert [event.step for event in board.Scalars("data/fill")] == [3]
+    assert board.Scalars("data/fill")[0].value == pytest.approx(numbers.fill)
+    assert all(math.isfinite(event.value) for event in board.Scalars("data/tokens_per_second"))
 
 
 def test_the_description_names_plan_steps_and_losses():
@@ -502,41 +509,76 @@ def test_the_end_of_an_epoch_is_logged(caplog):
     assert "epoch 0: 5 rows, 5 in the plan, 5 delivered" in caplog.text
 
 
-def test_feeding_draws_nothing_from_the_programs_random_numbers():
-    rows = mixed_rows(10)
+class Drawing(list):
+    """Rows whose answer ends with numbers that are drawn when they are read; counted without."""
+
+    armed = False
+
+    def __getitem__(self, index):
+        row = copy.deepcopy(super().__getitem__(index))
+        if self.armed:
+            drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+            row["conversation"][1]["content"][0]["text"] += f" {index}: {drawn}"
+        return row
+
+
+def drawn_by(loader, steps=None):
+    """The numbers that were drawn for each sample, from the texts of the batches."""
+    loader.dataset.armed = True
+    drawn = {}
+    for step, batch in enumerate(loader, 1):
+        text = loader.processor.tokenizer.decode(batch["input_ids"].flatten())
+        found = re.findall(r" (\d+): \[(0\.\S+, 0\.\S+, 0\.\S+)\]", text)
+        assert len(found) == len(batch.info.samples)
+        drawn |= {int(index): numbers for index, numbers in found}
+        if step == steps:
+            break
+    loader.close()
+    return drawn
+
+
+def load_drawing(rank=0, size=1, **options):
+    return load(Drawing(texts(20)), rank, size, pack_size=2048, max_documents=3, **options)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_feeding_draws_nothing_from_the_programs_random_numbers(num_workers):
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    loader = load(rows, num_workers=1)
-    delivered_rows(loader)
-    loader.close()
+    loader = load_drawing(num_workers=num_workers)
+    assert len(drawn_by(loader)) == 20
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
 
 
-class Drawing(list):
-    """Rows; a number is drawn in a worker for each of them, and noted."""
-
-    folder = None
-
-    def __getitem__(self, index):
-        if self.folder and in_worker():
-            drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
-            (self.folder / str(index)).write_text(str(drawn))
-        return super().__getitem__(index)
-
-
-def test_random_numbers_in_a_worker_depend_on_the_step_and_not_on_the_worker(tmp_path):
-    drawn = []
+def test_random_numbers_of_a_sample_depend_on_seed_epoch_and_sample_alone():
+    whole = drawn_by(load_drawing())
+    assert len(whole) == len(set(whole.values())) == 20
     for num_workers in (1, 2):
-        rows = Drawing(texts(20))
-        loader = load(rows, num_workers=num_workers)
-        rows.folder = tmp_path / str(num_workers)
-        rows.folder.mkdir()
-        delivered_rows(loader)
-        loader.close()
-        drawn.append([(rows.folder / str(index)).read_text() for index in range(20)])
-    assert drawn[0] == drawn[1]
-    assert len(set(drawn[0])) == 20
+        assert drawn_by(load_drawing(num_workers=num_workers)) == whole
+    ranks = [drawn_by(load_drawing(rank, 2, batch_size=2)) for rank in (0, 1)]
+    assert ranks[0] | ranks[1] == whole
+    assert not set(ranks[0].values()) & set(ranks[1].values())
+    assert not set(drawn_by(load_drawing(seed=1)).values()) & set(whole.values())
+    next_epoch = load_drawing()
+    next_epoch.set_epoch(1)
+    assert not set(drawn_by(next_epoch).values()) & set(whole.values())
+
+
+def test_random_numbers_after_a_resume_on_another_number_of_ranks_are_those_of_the_whole_run():
+    whole = drawn_by(load_drawing(num_workers=1))
+    begun = load_drawing(batch_size=2)
+    drawn = drawn_by(begun, steps=2)
+    state = begun.state_dict()
+    assert 0 < len(drawn) < 20
+    for rank in range(3):
+        resumed = load_drawing(rank, 3)
+        resumed.load_state_dict(state)
+        rest = drawn_by(resumed)
+        assert rest
+        assert not rest.keys() & drawn.keys()
+        drawn |= rest
+    assert drawn == whole
 
 
 @pytest.mark.parametrize("mode", ["pack", "pad"])

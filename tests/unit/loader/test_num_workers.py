@@ -17,6 +17,7 @@ from packhorse import World
 from packhorse.errors import PackhorseError
 from packhorse.loader import worker_pool
 from packhorse.loader.worker_pool import default_num_workers
+from warm_python import run_warm
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,7 @@ from loader_samples import load, texts
 from packhorse.loader import worker_pool
 
 worker_pool._MIN_ROWS = 10
+worker_pool._RETRIES = 0  # each worker imports everything
 os.sched_getaffinity = lambda pid: {0, 1}
 print("started", flush=True)
 batches = list(load(texts(20), num_workers=None, multiprocessing_context="spawn"))
@@ -106,8 +108,7 @@ def test_a_script_without_a_main_guard_fails_and_is_not_run_by_its_workers(tmp_p
     script = tmp_path / "train.py"
     script.write_text(UNGUARDED)
     environment = {**os.environ, "PYTHONPATH": python_path(tmp_path)}
-    command = [sys.executable, str(script)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    run = run_warm(script, env=environment)
     assert run.returncode != 0
     assert "trained" not in run.stdout
     assert '`if __name__ == "__main__":`' in run.stderr

@@ -126,32 +126,32 @@ WRONG: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
     "a folder": (
         "data",
         lambda folder: write_file(folder, "rows/train.jsonl").parent,
-        ("is a directory", "data={'train': {'file_name': '", "rows/train.jsonl', 'media_dir': '"),
+        ("is a directory", "a data file", "Pass ", "rows/train.jsonl"),
     ),
     "an archive": (
         "data",
         lambda folder: write_file(folder, "train.tar"),
-        ("train.tar is an archive", "a meta file", "data={'train': {'file_name': '"),
+        ("train.tar is an archive", "a meta file", "then pass ", "train.jsonl"),
     ),
     "a table": (
         "data",
         lambda folder: write_file(folder, "train.csv"),
         ("train.csv is an archive or table", "a meta file", "train.jsonl"),
     ),
-    "a data file": (
+    "an Arrow file": (
         "data",
-        lambda folder: write_file(folder, "train.jsonl"),
-        ("train.jsonl is a data file", "a meta file", "data={'train': {'file_name': '"),
+        lambda folder: str(write_file(folder, "train.arrow")),
+        ("train.arrow is an archive or table", "a data file", "train.jsonl"),
     ),
-    "a parquet file": (
+    "JSON lines called .json": (
         "data",
-        lambda folder: str(write_file(folder, "train.parquet")),
-        ("train.parquet is a data file", "data={'train': {'file_name': '"),
+        lambda folder: write_file(folder, "train.json", "{}\n{}\n"),
+        ("has a JSON object on each line", "rename it to end in .jsonl"),
     ),
-    "a JSON file of rows": (
+    "a JSON file with one row": (
         "data",
-        lambda folder: write_file(folder, "train.json", json.dumps(texts(2))),
-        ("looks like a data file", "expected a meta file", '{"train": {"file_name": "train.json"}}'),
+        lambda folder: write_file(folder, "train.json", json.dumps({"messages": []})),
+        ("is a single row", "expected a meta file or a data file"),
     ),
     "a path to nothing": (
         "data",

@@ -8,8 +8,9 @@ from typing import Any
 
 import fsspec
 import pytest
-from media_samples import CLOSED, noise, write_video
 from PIL import Image
+
+from unit.media.media_samples import CLOSED, noise, write_video
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def test_an_mp3_without_a_length_names_the_package_that_reads_it(
 ) -> None:
     data = mp3_without_length(20_000)
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(MissingDependency, match=r"has no length in its header.*packhorse\[video\]"):
+    with pytest.raises(MissingDependency, match=r"has no length in its header.*pip install -e '\.\[video\]'"):
         load_audio(data)
 
 

@@ -512,7 +512,14 @@ def test_secrets_of_addresses_reach_no_ledger_log_report_or_page(
     )
     save_plan(planned, plan_report(planned), tmp_path / "made.phplan")
     app = make_app(PlanViewer.open(str(tmp_path / "made.phplan")))
-    pages = ["/", "/problems", *(f"/row/{n}" for n in range(5)), *(f"/media/{n}/0" for n in range(5))]
+    pages = [
+        "/",
+        "/rows",
+        "/rows.csv",
+        "/rows.jsonl",
+        *(f"/row/{n}" for n in range(5)),
+        *(f"/media/{n}/0" for n in range(5)),
+    ]
     texts += [str(ask(app, page).body) for page in pages]
     for secret in SECRETS:
         assert not any(secret in text for text in texts), secret

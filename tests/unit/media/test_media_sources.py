@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import multiprocessing
 import os
 from pathlib import Path
@@ -90,6 +91,25 @@ def test_names_that_cannot_be_opened_say_why(tmp_path: Path) -> None:
     error = bad_sample(f"{tmp_path}/nul\0byte")
     assert error.reason == "missing_media"
     assert "not a file name" in str(error)
+
+
+@pytest.mark.parametrize("place", ["{}", "{folder}/{}", "data:image/png;base64,{}"])
+@pytest.mark.parametrize("size", [150, 200, 60_000])
+def test_base64_in_place_of_a_path_is_named_as_such(place: str, size: int, tmp_path: Path) -> None:
+    png = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * (size // 256 + 1)).decode()
+    jpeg = base64.b64encode(b"\xff\xd8\xff\xe0" + bytes(range(256)) * (size // 256 + 1)).decode()
+    for data in (png, jpeg):
+        error = bad_sample(place.format(data, folder=tmp_path))
+        assert error.reason == "missing_media"
+        start = place.format(data, folder="").lstrip("/")[:20] if data is png else ""
+        assert f"base64 data in place of a path ({start}" in str(error)
+        assert ", save it as a file" in str(error)
+        assert len(str(error)) < 250
+
+
+def test_a_long_path_to_nothing_is_not_taken_for_base64(tmp_path: Path) -> None:
+    for name in ("folder/" * 40 + "image", "a1" * 50 + ".png", "Train2024/" * 30 + "image_1.png"):
+        assert "base64" not in str(bad_sample(tmp_path / name))
 
 
 def _read_without_permission(path: str, queue: multiprocessing.Queue) -> None:

@@ -212,7 +212,7 @@ def test_a_description_names_fill_packs_documents_drops_and_stragglers():
 def test_percentiles_are_values_that_occur(size):
     values = np.random.default_rng(size).integers(0, 500, size)
     spread = Distribution.of(values)
-    for percent in range(101):  # as docs/stats.md says it
+    for percent in range(101):  # as docs/how-to/check_data.md says it
         value = spread.percentile(percent)
         assert 100 * (values <= value).sum() >= percent * size
         assert value == values.min() or 100 * (values < value).sum() < percent * size

@@ -37,8 +37,10 @@ def results(engine: LocalEngine, work: object, tasks: object) -> dict[int, objec
 
 
 def workers_of(process: psutil.Process) -> list[psutil.Process]:
-    # The resource tracker of multiprocessing stays for the life of a process.
-    return [p for p in process.children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]
+    # The resource tracker of multiprocessing and the server of warm processes stay for the life of a process.
+    others = ("resource_tracker", "warm_server")
+    children = process.children(recursive=True)
+    return [child for child in children if not any(name in " ".join(child.cmdline()) for name in others)]
 
 
 def children() -> list[psutil.Process]:
@@ -222,8 +224,10 @@ def test_make_engine_takes_a_name() -> None:
     assert isinstance(engine, LocalEngine)
     assert engine.num_workers == 3
     assert make_engine("local").num_workers >= 1
-    with pytest.raises(ConfigError, match="unknown engine 'spark': expected one of local, ray"):
+    with pytest.raises(ConfigError, match=r"unknown engine 'spark': expected one of local, ray$"):
         make_engine("spark")
+    with pytest.raises(ConfigError, match=r"unknown engine 'lokal'.* \(did you mean 'local'\?\)"):
+        make_engine("lokal")
     with pytest.raises(ConfigError, match="ray_address"):
         make_engine("local", ray_address="here:1")
     with pytest.raises(ConfigError, match="num_workers=0"):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from multiprocessing import active_children as children
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,7 @@ from engine_work import (
 from count_samples import python_path
 from failing_work import Unlucky, fail_on_three
 from packhorse.utils.pool import EngineError, ProcessPool, ResultTimeout, WorkerDied
+from warm_python import run_warm
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
@@ -126,28 +128,54 @@ def test_tensors_come_in_shared_memory_and_no_file_descriptor_stays_open() -> No
     pool.close()
 
 
-def test_too_few_file_descriptors_are_named_with_the_remedy() -> None:
+@pytest.mark.parametrize(
+    ("descriptors", "problem"),
+    [
+        (4, "a worker process cannot be started"),
+        (60, "the result of task 0 (0) cannot be sent back"),
+        (200, "a result cannot be received"),
+    ],
+)
+def test_too_few_file_descriptors_are_named_with_the_remedy(descriptors: int, problem: str) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     pool = ProcessPool(many_tensors, 2, "fork")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 60, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + descriptors, limits[1]))
     try:
-        with pytest.raises((EngineError, OSError), match=r"ulimit -n|Too many open files"):
+        with pytest.raises(EngineError, match=rf"{re.escape(problem)} .*\(ulimit -n\)"):
             list(pool.run(int, range(20), ordered=True))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         pool.close()
 
 
+@pytest.fixture(params=["file_descriptor", "file_system"])
+def _sharing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How torch shares tensors between processes."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(request.param)
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+@pytest.mark.usefixtures("_sharing")
 def test_tensors_that_were_lost_with_their_worker_are_made_again() -> None:
-    pool = ProcessPool(tensor, 2, "fork")
-    results = pool.run(int, range(12), ordered=True)
-    seen = [next(results)]
-    for _ in range(3):
-        time.sleep(0.3)  # the workers have sent all they may
-        for child in children():
-            child.kill()
-        seen.append(next(results))
-    seen += results
+    killed: list[BaseProcess] = []
+
+    def kill_all_once(result: torch.Tensor) -> torch.Tensor:
+        if not killed:
+            time.sleep(0.3)  # the workers have sent all they may
+            killed.extend(children())
+            for child in killed:
+                child.kill()
+            end = time.monotonic() + 20  # torch removes the files of a dead process after some seconds
+            while all(any(Path("/dev/shm").glob(f"torch_{child.pid}_*")) for child in killed):
+                assert time.monotonic() < end
+                time.sleep(0.1)
+        return result
+
+    pool = ProcessPool(tensor, 3, "fork")
+    seen = list(pool.run(int, range(12), ordered=True, receive=kill_all_once))
+    assert len(killed) == 3
     assert [position for position, _ in seen] == list(range(12))
     assert all(torch.equal(result, torch.full((200, 1000), position)) for position, result in seen)
     pool.close()
@@ -229,6 +257,5 @@ def test_a_program_may_set_the_start_method_after_a_pool_or_a_loader_was_built(t
     script = tmp_path / "train.py"
     script.write_text(BUILD_THEN_SET)
     environment = {**os.environ, "PYTHONPATH": python_path(tmp_path)}
-    command = [sys.executable, str(script)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    run = run_warm(script, env=environment)
     assert (run.returncode, run.stdout) == (0, "spawn\n"), run.stderr
