@@ -4,7 +4,7 @@
 
     Exception
     └── PackhorseError                 everything that Packhorse raises on purpose
-        ├── ConfigError (ValueError)   a setting or argument is wrong; no sample is at fault
+        ├── ConfigError (ValueError)   a setting, argument or file is wrong: setting, value, path
         ├── MissingDependency (ImportError)  an optional package is not installed
         ├── SystemFault                the machine failed: no memory, disk, file handles; a dead rank
         ├── BadSample (ValueError)     one sample cannot be used: key, reason, stage, detail
@@ -45,7 +45,28 @@ class PackhorseError(Exception):
 
 
 class ConfigError(PackhorseError, ValueError):
-    """A setting or an argument is wrong; no sample is at fault."""
+    """A setting, an argument or a file is wrong; no sample is at fault.
+
+    Attributes:
+        setting: the setting, argument, column or meta key that is wrong; empty if none is.
+        value: what it was.
+        path: the file or folder that is wrong, as it was given; empty if none is.
+    """
+
+    def __init__(
+        self, message: str, *, setting: str = "", value: Any = None, path: str | os.PathLike[str] = ""
+    ) -> None:
+        super().__init__(message)
+        self.setting, self.value, self.path = setting, value, mask_secrets(os.fspath(path))
+
+    @classmethod
+    def of(cls, setting: str, value: Any, expected: str) -> ConfigError:
+        """Return the error for a value that a setting cannot have.
+
+        >>> ConfigError.of("num_workers", -1, "expected at least 0")
+        ConfigError('num_workers=-1: expected at least 0')
+        """
+        return cls(f"{setting}={value!r}: {expected}", setting=setting, value=value)
 
 
 class MissingDependency(PackhorseError, ImportError):
@@ -265,7 +286,9 @@ def raise_with_name(error: ConfigError | MissingDependency, name: str) -> NoRetu
     """Raise ``error`` with ``name: `` in front of its message, unless the message starts with it."""
     if not name or str(error).startswith(f"{name}: "):
         raise error
-    raise type(error)(f"{name}: {error}") from error
+    named = type(error)(f"{name}: {error}")
+    named.__dict__.update(error.__dict__)
+    raise named from error
 
 
 def limit_of(name: str, usual: int) -> int:
@@ -274,7 +297,7 @@ def limit_of(name: str, usual: int) -> int:
     if text is None:
         return usual
     if not text.isdecimal() or len(text) > 18 or int(text) < 1:
-        raise ConfigError(f"{name}={text!r}: expected an integer above 0")
+        raise ConfigError.of(name, text, "expected an integer above 0")
     return int(text)
 
 

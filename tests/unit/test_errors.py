@@ -259,3 +259,16 @@ def test_long_lists_in_messages_are_shortened() -> None:
     assert list_some([3, 5], 2) == "3, 5"
     assert list_some(iter([3, 5, 8]), 2) == "3, 5, …"
     assert list_some([3, 5, 8], 2, "; ") == "3; 5; …"
+
+
+def test_a_config_error_keeps_its_fields_when_it_is_named_and_when_it_is_pickled() -> None:
+    with pytest.raises(ConfigError) as caught, naming("coco"):
+        raise ConfigError.of("sample_ratio", "half", "expected a number")
+    assert str(caught.value) == "coco: sample_ratio='half': expected a number"
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert (error.setting, error.value, error.path) == ("sample_ratio", "half", "")
+
+
+def test_the_path_of_a_config_error_holds_no_secrets() -> None:
+    error = ConfigError("cannot be read", path="s3://user:secret@bucket/rows.jsonl")
+    assert "secret" not in error.path
