@@ -18,6 +18,8 @@ from packhorse.encode.dataset_configs import (
     Tulu3MagicoderTextMixDatasetConfig,
     UnimmChatDatasetConfig,
 )
+from packhorse.formats.convert import convert_sharegpt_to_conversation
+from packhorse.formats.convert import convert_sharegpt_to_conversation as _convert_sharegpt_to_conversation
 from packhorse.formats.meta import MetaDataset, make_meta_dataset, open_meta_dataset
 from packhorse.formats.recipes import (
     json2token,
@@ -31,8 +33,6 @@ from packhorse.formats.recipes import (
     make_tulu3_magicoder_text_mix_dataset,
     make_unimm_chat_dataset,
 )
-from packhorse.formats.sharegpt import convert_sharegpt_to_conversation
-from packhorse.formats.sharegpt import convert_sharegpt_to_conversation as _convert_sharegpt_to_conversation
 from packhorse.formats.summary import _ExamplesWithStats, logger
 from packhorse.formats.summary import collect_sample_stats as _collect_sample_stats
 from packhorse.formats.summary import log_dataset_loading_summary as _log_dataset_loading_summary

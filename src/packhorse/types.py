@@ -59,6 +59,9 @@ class MediaMask(enum.IntFlag):
         return tuple(kind for kind in MEDIA_KINDS if MediaMask[kind.upper()] in self)
 
 
+Reasoning = Literal["keep", "mask", "drop"]
+"""What becomes of reasoning (``<think>…</think>``) in answers: trained, kept as context, removed."""
+
 Action = Literal["dropped", "replaced", "cut", "repaired", "kept"]
 """What happened to the sample: ``dropped`` and ``replaced`` were not delivered; ``cut`` was delivered without
 a part; ``repaired`` was delivered changed; ``kept`` was delivered unchanged, with a remark."""
@@ -75,9 +78,13 @@ Reason = Literal[
     "empty_conversation",
     "no_assistant_turn",
     "unknown_role",
+    "preference_data",  # two answers, or an answer and whether it is good
+    "unsupported_turn",  # the chat template cannot write a turn or a tool call of the row
+    "unused_field",  # a column of a dataset that nothing reads
     "surplus_placeholder",  # more <image> in the text than images in the row
     "surplus_media",  # more images in the row than <image> in the text
     "outside_media_dir",
+    "not_allowed",  # an address that the dataset does not allow
     "missing_media",
     "unreachable_media",  # no permission or no answer; the next run tries again
     "broken_media",
@@ -319,6 +326,11 @@ class TokenCount:
         return self.text + self.image + self.video + self.audio
 
 
+def is_weight(value: object) -> bool:
+    """Return whether a value can be a factor for the loss: a finite number of 0 or more, or a boolean."""
+    return isinstance(value, int | float) and 0 <= value < float("inf")
+
+
 @dataclass(frozen=True, slots=True)
 class TextPart:
     """A piece of text inside a message."""
@@ -333,12 +345,14 @@ Part = TextPart | MediaRef
 class Message:
     """One turn: the role, and the parts in order.
 
-    ``extras`` are the turn's other fields (``tool_calls``, ``reasoning_content``, …) for the chat template.
+    ``extras`` are the turn's other fields (``tool_calls``, ``reasoning_content``, …) for the chat template;
+    ``weight`` is a factor for the loss of an answer, 0 for one that is not trained.
     """
 
     role: str
     parts: tuple[Part, ...]
     extras: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
 
     @property
     def text(self) -> str:
@@ -348,10 +362,23 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One sample: its turns, and its key in logs and in the ledger."""
+    """One sample: its turns, and its key in logs and in the ledger.
+
+    Attributes:
+        messages: the turns.
+        key: the row's name.
+        tools: functions that the model may call, for the chat template.
+        chat_template_kwargs: options for the chat template.
+        weight: factor for the loss of the whole sample.
+        reasoning: ``"mask"`` leaves reasoning in answers out of the labels.
+    """
 
     messages: tuple[Message, ...]
     key: str = ""
+    tools: tuple[Any, ...] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+    reasoning: Reasoning = "keep"
 
     @cached_property
     def media(self) -> tuple[MediaRef, ...]:

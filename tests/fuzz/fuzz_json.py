@@ -116,7 +116,7 @@ def read_sharegpt(data: bytes, path: Path) -> None:
     """A row as any parser of JSON gives it, in four ways of reading it, and what comes out as types."""
     from packhorse.errors import BadSample
     from packhorse.formats.conversation import parse_conversation
-    from packhorse.formats.sharegpt import convert_sharegpt_to_conversation
+    from packhorse.formats.convert import convert_sharegpt_to_conversation
     from packhorse.ledger import Ledger
 
     try:

@@ -26,8 +26,8 @@ from packhorse.count.sidecar import Sidecar
 from packhorse.errors import BadSample, ConfigError, write_fault
 from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.convert import convert_row
 from packhorse.formats.meta import DatasetConfig
-from packhorse.formats.sharegpt import convert_row
 from packhorse.ledger import Ledger
 from packhorse.rows.row_files import RowFile
 from packhorse.rows.selection import row_key

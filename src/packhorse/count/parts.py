@@ -24,8 +24,8 @@ from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Encoder
 from packhorse.families.models import open_processor
 from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.convert import convert_row
 from packhorse.formats.meta import DatasetConfig
-from packhorse.formats.sharegpt import convert_row
 from packhorse.media import VideoInfo
 from packhorse.media.source import is_address
 from packhorse.rows.row_files import Row, RowFile, gc_paused, open_rows

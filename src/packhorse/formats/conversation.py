@@ -11,13 +11,18 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from packhorse.errors import BadSample, limit_of
-from packhorse.types import MEDIA_KINDS, Conversation, MediaRef, Message, Part, TextPart
+from packhorse.types import MEDIA_KINDS, Conversation, MediaRef, Message, Part, TextPart, is_weight
 
 MAX_TEXT_CHARS = 8 << 20
 """The most characters of text in a conversation, about two million tokens of English. A tokenizer takes about
 a second for each million, and minutes for a row that was joined from a whole file by mistake."""
 
-_READ = ("role", "content")
+TURN_WEIGHTS = ("weight", "loss", "train")
+"""Fields of an answer that say how much, or whether, it is trained: numbers of 0 or more, or booleans."""
+
+_READ = ("role", "content", *TURN_WEIGHTS)
+
+_SETTINGS = ("tools", "weight", "chat_template_kwargs", "reasoning")  # of the whole conversation
 
 # What datasets type in place of audio: Phi-4's own token, and what users write for it.
 _AUDIO_PLACEHOLDERS = ("<|endoftext11|>", "<|audio|>", "<|audio_1|>")
@@ -34,7 +39,16 @@ def parse_conversation(example: Mapping[str, Any], key: str = "") -> Conversatio
         raise _wrong(f"'conversation' is {_kind(turns)}, expected a list of turns", key)
     messages = tuple(_message(turn, number, key) for number, turn in enumerate(turns))
     check_text(sum(len(p.text) for m in messages for p in m.parts if isinstance(p, TextPart)), key)
-    return Conversation(messages, key)
+    settings: dict[str, Any] = {name: example[name] for name in _SETTINGS if example.get(name) is not None}
+    if not settings:
+        return Conversation(messages, key)
+    if not isinstance(tools := settings.get("tools", ()), list | tuple):
+        raise _wrong(f"'tools' is {_kind(tools)}, expected a list of functions", key)
+    if "weight" in settings:
+        settings["weight"] = _weight("weight", settings["weight"], "", key)
+    if not isinstance(options := settings.get("chat_template_kwargs", {}), Mapping):
+        raise _wrong(f"'chat_template_kwargs' is {_kind(options)}, expected a dict of options", key)
+    return Conversation(messages, key, **{**settings, "tools": tuple(tools)})
 
 
 def check_text(chars: int, key: str = "") -> None:
@@ -165,15 +179,20 @@ def _message(turn: object, number: int, key: str) -> Message:
     content = turn.get("content")
     # A table of turns has every field in every turn, empty where the turn has none.
     extras = {name: value for name, value in turn.items() if name not in _READ and value is not None}
+    weight = 1.0
+    if turn["role"] == "assistant":
+        for name in TURN_WEIGHTS:
+            if turn.get(name) is not None:
+                weight *= _weight(name, turn[name], f" of turn {number}", key)
     if isinstance(content, str):
-        return Message(turn["role"], (TextPart(content),), extras)
+        return Message(turn["role"], (TextPart(content),), extras, weight)
     if not isinstance(content, list | tuple):
         raise _wrong(
             f"the content of turn {number} is {_kind(content)}, expected text (empty where nothing is said) "
             "or a list of parts",
             key,
         )
-    return Message(turn["role"], tuple(_part(part, number, key) for part in content), extras)
+    return Message(turn["role"], tuple(_part(part, number, key) for part in content), extras, weight)
 
 
 def _part(part: Any, turn: int, key: str) -> Part:
@@ -188,6 +207,12 @@ def _part(part: Any, turn: int, key: str) -> Part:
         options = {name: value for name, value in part.items() if name not in ("type", kind)}
         return MediaRef(kind, part[kind], options)
     raise _wrong(f"turn {turn} has a part of type {kind!r}, expected text, image, video or audio", key)
+
+
+def _weight(name: str, value: object, where: str, key: str) -> float:
+    if not is_weight(value):
+        raise _wrong(f"{name}{where} is {value!r:.40}, expected a number of 0 or more, or a boolean", key)
+    return float(value)  # type: ignore[arg-type]
 
 
 def _wrong(detail: str, key: str) -> BadSample:

@@ -12,9 +12,9 @@ import codecs
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from logging import getLogger
 from pathlib import PurePath
@@ -23,7 +23,9 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from packhorse.errors import BadSample, ConfigError, list_some, naming, suggest
-from packhorse.formats.sharegpt import ShareGptFormat, convert_row
+from packhorse.formats import llama_factory
+from packhorse.formats.convert import convert_row
+from packhorse.formats.row_format import RowFormat, layout_of, unused_fields
 from packhorse.formats.summary import (
     MetaExamples,
     add_stats,
@@ -44,8 +46,14 @@ OnBadRow = Literal["raise", "skip"]
 
 _THREADS = 8
 _BLOCK = 1 << 14
-_META_KEYS = ("file_name", "columns", "tags", "media_dir", "sample_ratio", "strict", "confine")
-_LLAMA_FACTORY_KEYS = {"formatting", "ranking", "hf_hub_url", "ms_hub_url", "script_url", "subset", "folder"}
+# Settings of a dataset in a meta file, and of data in memory, with their types.
+_FORMAT_KEYS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("columns", "tags", "chat_template_kwargs"), dict),
+    **dict.fromkeys(("media_dir", "format", "media_position", "system", "reasoning"), str),
+    **dict.fromkeys(("strict", "confine", "allow_http"), bool),
+    "weight": (int, float),
+}
+_META_KEYS = ("file_name", *_FORMAT_KEYS, "sample_ratio", "num_samples")
 _SHOWN_NAMES = 20
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".parquet")
 _COMPRESSED_SUFFIXES = (".gz", ".zst")
@@ -62,12 +70,20 @@ class DatasetConfig:
 
     name: str
     file_name: str
-    rules: ShareGptFormat
+    rules: RowFormat
     sample_ratio: float = 1.0
+    num_samples: int | None = None
+
+    def ratio_of(self, rows: int) -> float:
+        """Return the share of a file with this many rows that is used."""
+        if self.num_samples is None or not rows or self.num_samples == rows:
+            return self.sample_ratio
+        return (self.num_samples + 0.5) / rows  # rounded down to num_samples rows
 
     def entry(self, file_name: str) -> dict[str, Any]:
         """The entry of a meta file for the same rows in another file."""
-        return {"file_name": file_name, **asdict(self.rules), "sample_ratio": self.sample_ratio}
+        entry = {"file_name": file_name, **self.rules.entry(), "sample_ratio": self.sample_ratio}
+        return entry if self.num_samples is None else {**entry, "num_samples": self.num_samples}
 
 
 Meta = str | os.PathLike[str] | Mapping[str, Any]
@@ -106,16 +122,7 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"dataset_names has {', '.join(twice)} twice; to repeat it set its sample_ratio")
-    try:
-        return [_dataset_config(path, name, meta[name]) for name in names]
-    except ConfigError as error:
-        keys = {key for entry in meta.values() if isinstance(entry, dict) for key in entry}
-        if os.path.basename(path) != "dataset_info.json" and not keys & _LLAMA_FACTORY_KEYS:
-            raise
-        raise ConfigError(
-            f"{error}. A dataset_info.json of LLaMA-Factory is not read as it is: write a meta file from it; "
-            "docs/how-to/migrating.md has a converter"
-        ) from error
+    return [_dataset_config(path, name, meta[name]) for name in names]
 
 
 def open_dataset_rows(config: DatasetConfig, index_dir: str | None = None) -> RowFile:
@@ -159,29 +166,50 @@ def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
     where = f"{path}: dataset '{name}'"
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is a {type(entry).__name__}, expected an object")
+    folder = _folder(path)
+    if os.path.basename(path) == llama_factory.FILE_NAME or llama_factory.is_entry(entry):
+        with naming(where):
+            entry = llama_factory.meta_entry(entry, folder)
     if unknown := sorted(set(entry) - set(_META_KEYS)):
         hints = ", ".join(f"{key}{suggest(key, _META_KEYS)}" for key in unknown)
-        raise ConfigError(f"{where} has unknown {hints}; known are {', '.join(_META_KEYS)}")
-    for key, kind in (("file_name", str), ("media_dir", str), ("strict", bool), ("confine", bool)):
-        if entry.get(key) is not None and not isinstance(entry[key], kind):
-            raise ConfigError(f"{where}: {key}={entry[key]!r}, expected a {kind.__name__}")
+        raise ConfigError(
+            f"{where} has unknown {hints}; known are {', '.join(_META_KEYS)}", setting=unknown[0]
+        )
+    if not isinstance(entry.get("file_name", ""), str):
+        raise ConfigError(f"{where}: file_name={entry['file_name']!r}, expected a str", setting="file_name")
     if not entry.get("file_name"):
-        raise ConfigError(f"{where} has no file_name")
+        raise ConfigError(f"{where} has no file_name", setting="file_name")
     ratio = entry.get("sample_ratio", 1.0)
     if isinstance(ratio, bool) or not isinstance(ratio, int | float):
-        raise ConfigError(f"{where}: sample_ratio={ratio!r}, expected a number")
-    folder = _folder(path)
-    try:
-        rules = ShareGptFormat.of(
-            entry.get("columns"),
-            entry.get("tags"),
-            _media_dir(folder, entry.get("media_dir")),
-            strict=bool(entry.get("strict")),
-            confine=bool(entry.get("confine")),
+        raise ConfigError(
+            f"{where}: sample_ratio={ratio!r}, expected a number", setting="sample_ratio", value=ratio
         )
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    return DatasetConfig(name, _join(folder, entry["file_name"]), rules, float(ratio))
+    number = entry.get("num_samples")
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        raise ConfigError(
+            f"{where}: num_samples={number!r}, expected a whole number above 0",
+            setting="num_samples",
+            value=number,
+        )
+    options = {key: value for key, value in entry.items() if key in _FORMAT_KEYS}
+    with naming(where):
+        rules = row_format({**options, "media_dir": _media_dir(folder, options.get("media_dir"))})
+    return DatasetConfig(name, _join(folder, entry["file_name"]), rules, float(ratio), number)
+
+
+def row_format(options: Mapping[str, Any]) -> RowFormat:
+    """Return the row format of a dataset from its settings in a meta file, or those of data in memory."""
+    if unknown := sorted(set(options) - set(_FORMAT_KEYS)):
+        hints = ", ".join(f"{key}{suggest(key, _FORMAT_KEYS)}" for key in unknown)
+        raise ConfigError(
+            f"unknown {hints}; known are {', '.join(_FORMAT_KEYS)}", setting="dataset_options", value=unknown
+        )
+    for key, value in options.items():
+        kind = _FORMAT_KEYS[key]
+        if value is not None and not isinstance(value, kind):
+            name = getattr(kind, "__name__", "number")
+            raise ConfigError.of(key, value, f"expected a {name}")
+    return RowFormat.of(**options)
 
 
 def _folder(path: str) -> str:
@@ -368,10 +396,12 @@ def open_meta_dataset(
         files = list(pool.map(lambda config: open_dataset_rows(config, index_dir), configs))
     sources = []
     for config, file in zip(configs, files, strict=True):
-        selection = RowSelection(len(file), config.sample_ratio, world, remainder)
+        selection = RowSelection(len(file), config.ratio_of(len(file)), world, remainder)
         selection.record_losses(config.name, ledger)
         sources.append(Source(config, file, selection))
         check_first_rows(config, file)
+        if world.rank == 0:
+            record_unused_fields(config.name, first_rows(config, file).values(), config.rules, ledger)
     record_same_files(sources, ledger)
     return MetaDataset(sources, ledger)
 
@@ -557,24 +587,49 @@ def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
             config.name,
             media_dir,
         )
+    with naming(f"dataset '{config.name}'"):
+        check_rows_format(first_rows(config, file), config.rules)
+
+
+def first_rows(config: DatasetConfig, file: RowFile) -> dict[str, Row]:
+    """Return the first rows of a dataset by their keys, without those that cannot be read."""
+    numbers = range(min(len(file), _FIRST_ROWS))
+    rows = zip(numbers, file.read(numbers), strict=True)
+    return {row_key(config.name, number): row for number, row in rows if not isinstance(row, BadSample)}
+
+
+def check_rows_format(rows: Mapping[str, Row], rules: RowFormat) -> None:
+    """Raise if none of the first rows of a dataset can be read in its format: then the format is wrong."""
     findings = Ledger()
-    first = range(min(len(file), _FIRST_ROWS))
-    for number, row in zip(first, file.read(first), strict=True):
-        if isinstance(row, BadSample):
-            return  # raised when the row is read
-        key = row_key(config.name, number)
+    unknown: list[BadSample] = []
+    for key, row in rows.items():
         try:
-            example = convert_row(row, config.rules, key=key, dataset=config.name, record=findings.record)
-        except BadSample:
-            return
+            layout_of(row, rules)
+            example = convert_row(row, rules, key=key, dataset="", record=findings.record)
+        except BadSample as error:
+            if error.key and error.reason != "preference_data":
+                return  # this row is broken; it is raised when it is read
+            unknown.append(error)
+            continue
         if any(turn["role"] == "assistant" for turn in example["conversation"]):
             return
-    unknown = [drop for drop in findings if drop.reason == "unknown_role"]
-    if len(first) > 1 and len({drop.key for drop in unknown}) == len(first):
+    if unknown and len(unknown) == len(rows):
+        raise ConfigError(unknown[0].detail, setting="columns") from unknown[0]
+    roles = [drop for drop in findings if drop.reason == "unknown_role"]
+    if len(rows) > 1 and len({drop.key for drop in roles}) == len(rows):
         raise ConfigError(
-            f"dataset '{config.name}': none of the first rows has an assistant turn; {unknown[0].key}: "
-            f"{unknown[0].detail}. Set tags={{'user_tag': …, 'assistant_tag': …}} to the roles of the rows"
+            f"none of the first rows has an assistant turn; {roles[0].key}: {roles[0].detail}. Set "
+            "tags={'user_tag': …, 'assistant_tag': …} to the roles of the rows",
+            setting="tags",
         )
+
+
+def record_unused_fields(name: str, rows: Iterable[Row], rules: RowFormat, ledger: Ledger) -> None:
+    """Record and log the fields of a dataset's first rows that nothing reads."""
+    if unused := unused_fields(rows, rules):
+        detail = f"fields that are not used: {', '.join(unused)}"
+        logger.warning("%s: %s", name or "data", detail)
+        ledger.record(Drop(name, "select", "unused_field", detail, "kept", name))
 
 
 def record_same_files(sources: Sequence[Source], ledger: Ledger) -> None:

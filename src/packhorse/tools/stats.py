@@ -35,9 +35,9 @@ from packhorse.count.parts import (
 from packhorse.count.sidecar import data_source
 from packhorse.errors import BadSample, ConfigError
 from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.convert import convert_row
 from packhorse.formats.estimate import ColumnsBuilder, estimate_lengths
 from packhorse.formats.meta import Meta, read_meta
-from packhorse.formats.sharegpt import convert_row
 from packhorse.media import image_size
 from packhorse.rows.row_files import Row, RowFile, gc_paused, open_rows
 from packhorse.rows.selection import row_key

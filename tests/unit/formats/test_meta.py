@@ -244,9 +244,9 @@ def test_a_dict_will_do_for_a_meta_file(tmp_path: Path) -> None:
 
 
 def test_rows_whose_roles_have_other_names_are_rejected_with_the_remedy(tmp_path: Path) -> None:
-    turns = [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}]
+    turns = [{"role": "asker", "content": "q"}, {"role": "helper", "content": "a"}]
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[{"messages": turns}] * 3)
-    with pytest.raises(ConfigError, match=r"a/0: turn 0 has role 'human'.*Set tags="):
+    with pytest.raises(ConfigError, match=r"a/0: turn 0 has role 'asker'.*Set tags="):
         open_meta_dataset(meta)
     one_odd = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[{"messages": turns}, chat(1)])
     assert len(make_meta_dataset(one_odd)) == 2

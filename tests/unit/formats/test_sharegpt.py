@@ -132,7 +132,7 @@ def test_extras_of_an_entry_cannot_replace_the_part_itself() -> None:
         {"_text_tokens": "7"},
         {"mm_inputs_meta": [[1, 2]]},
         {"mm_inputs_meta": {"images_meta": [{"n_tokens": None}]}},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "figure", "figure": "x"}]}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
     ],
 )
@@ -166,7 +166,7 @@ def test_content_that_is_already_split_into_parts_is_kept() -> None:
         (row("<video>"), "surplus_placeholder", "cut"),
         (row("x", images=["a.jpg"]), "surplus_media", "cut"),
         (row("<image>", images=["a.jpg"], videos=["v.mp4"]), "surplus_media", "cut"),
-        ({"messages": [{"role": "tool", "content": "x"}, *row("x")["messages"]]}, "unknown_role", "cut"),
+        ({"messages": [{"role": "critic", "content": "x"}, *row("x")["messages"]]}, "unknown_role", "cut"),
         ({"messages": []}, "empty_conversation", "kept"),
         ({"messages": None}, "empty_conversation", "kept"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no_assistant_turn", "kept"),
@@ -207,7 +207,7 @@ def test_the_rest_of_an_inconsistent_row_is_delivered() -> None:
         ),
         ({"messages": ["hi"]}, "turn 0 has no 'role'; it is a str"),
         ({"messages": [{"role": "assistant", "content": None}]}, "content of turn 0 is null"),
-        (row("<image>", images=[{"url": "x"}]), "neither 'path' nor 'bytes'"),
+        (row("<image>", images=[{"uri": "x"}]), "neither 'path' nor 'bytes'"),
     ],
 )
 def test_a_row_of_another_format_says_what_it_has(example: dict[str, Any], message: str) -> None:

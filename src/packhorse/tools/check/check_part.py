@@ -194,12 +194,11 @@ class PartChecker:
         repaired = repair_row(raw, task.config.rules)
         if repaired is None:
             return None
-        new, done = repaired
+        new, done, column = repaired
         checked = self._check_row(new, row, None, task)
         self._add_lengths([checked])
         if checked.has_errors:
             return None
-        column = task.config.rules.columns.messages
         data = json.dumps({column: new[column]} if messages_only else new, ensure_ascii=False)
         return Repair(row, data.encode(), "; ".join(done)), checked
 

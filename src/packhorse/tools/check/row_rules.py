@@ -17,17 +17,13 @@ from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.errors import BadSample
 from packhorse.families.encoder import PROCESSOR_ERRORS
 from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.convert import PLACEHOLDER, convert_row
 from packhorse.formats.meta import DatasetConfig
-from packhorse.formats.sharegpt import PLACEHOLDER, ShareGptFormat, convert_row
+from packhorse.formats.row_format import ROLES, Layout, RowFormat, layout_of
 from packhorse.rows.row_files import Row
 from packhorse.tools.check.rules import Violation, violation
 from packhorse.types import MEDIA_KINDS, Conversation, Drop, MediaKind, MediaRef, Message, TextPart
 
-_ROLE_NAMES = {
-    "user": ("user", "human"),
-    "assistant": ("assistant", "gpt", "chatgpt", "bot", "model"),
-    "system": ("system",),
-}
 # Consequences of an unknown role, whose turn is dropped with its content.
 _FOLLOW_FROM_ROLE = ("no_assistant_turn", "empty_conversation", "surplus_media", "surplus_placeholder")
 # What the processor rejects for its size with a larger ratio of sides, it rejects for its shape.
@@ -55,7 +51,7 @@ def check_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Violation
 
 
 @lru_cache(maxsize=64)
-def _lenient(rules: ShareGptFormat) -> ShareGptFormat:
+def _lenient(rules: RowFormat) -> RowFormat:
     """Return rules that record every problem instead of raising at the first."""
     return replace(rules, strict=False, confine=False)
 
@@ -93,54 +89,67 @@ def _check_texts(conversation: Conversation) -> Iterator[Violation]:
             yield violation("placeholder_as_text", found)
 
 
-def repair_row(row: Row, rules: ShareGptFormat) -> tuple[Row, list[str]] | None:
-    """Return a repaired copy of the row and what was changed; None if there is nothing to repair."""
-    turns = row.get(rules.columns.messages)
+def repair_row(row: Row, rules: RowFormat) -> tuple[Row, list[str], str] | None:
+    """Return a repaired copy of the row, what was changed, and the column of its turns.
+
+    None if there is nothing to repair.
+    """
+    try:
+        layout = layout_of(row, rules)
+    except BadSample:
+        return None
+    column = layout.columns.get("messages", "")
+    turns = row.get(column)
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         return None
     done: list[str] = []
     new = [_repair_role(turn, number, rules, done) for number, turn in enumerate(turns)]
-    new = _add_placeholders(row, new, rules, done)
-    return ({**row, rules.columns.messages: new}, done) if done else None
+    new = _add_placeholders(row, layout, new, rules, done)
+    return ({**row, column: new}, done, column) if done else None
 
 
 def _repair_role(
-    turn: Mapping[str, Any], number: int, rules: ShareGptFormat, done: list[str]
+    turn: Mapping[str, Any], number: int, rules: RowFormat, done: list[str]
 ) -> Mapping[str, Any]:
-    tags = rules.tags
-    names = {"user": tags.user_tag, "assistant": tags.assistant_tag, "system": tags.system_tag}
-    role = turn.get(tags.role_tag)
-    if not isinstance(role, str) or role in names.values():
+    """Return the turn with a name that the dataset uses for its role."""
+    (tag, _), names = rules.tags.of_turn(turn), rules.tags.roles()
+    role = turn.get(tag) if tag is not None else None
+    if tag is None or not isinstance(role, str) or role in names:
         return turn
-    meant = next((name for name, words in _ROLE_NAMES.items() if role.strip().lower() in words), None)
+    meant = next((name for name, words in ROLES.items() if role.strip().lower() in words), None)
     if meant is None:
         return turn
-    done.append(f"turn {number}: role {role!r} became {names[meant]!r}")
-    return {**turn, tags.role_tag: names[meant]}
+    name = next(name for name, of_role in names.items() if of_role == meant)
+    done.append(f"turn {number}: role {role!r} became {name!r}")
+    return {**turn, tag: name}
 
 
 def _add_placeholders(
-    row: Row, turns: list[Mapping[str, Any]], rules: ShareGptFormat, done: list[str]
+    row: Row, layout: Layout, turns: list[Mapping[str, Any]], rules: RowFormat, done: list[str]
 ) -> list[Mapping[str, Any]]:
     """Put placeholders of media kinds that no user turn mentions at the beginning of the first one."""
-    tags, columns = rules.tags, rules.columns
-    users = [number for number, turn in enumerate(turns) if turn.get(tags.role_tag) == tags.user_tag]
-    texts = [turns[number].get(tags.content_tag) for number in users]
-    if not users or not all(isinstance(text, str) for text in texts):
+    roles, texts = rules.tags.roles(), dict[int, Any]()
+    for number, turn in enumerate(turns):
+        role, content = rules.tags.of_turn(turn)
+        if role is not None and content is not None and roles.get(str(turn[role])) == "user":
+            texts[number] = turn[content]
+    if not texts or not all(isinstance(text, str) for text in texts.values()):
         return turns
+    first = min(texts)
     front = ""
-    for kind, column in zip(MEDIA_KINDS, (columns.images, columns.videos, columns.audios), strict=True):
-        entries = row.get(column)
+    for kind in MEDIA_KINDS:
+        entries = layout.get(row, f"{kind}s")
         entries = entries if isinstance(entries, list) else [entries]
         media = sum(entry is not None and entry != "" for entry in entries)
-        mentioned = any(re.search(f"<{kind}>", str(text), re.IGNORECASE) for text in texts)
+        mentioned = any(re.search(f"<{kind}>", text, re.IGNORECASE) for text in texts.values())
         if media == len(entries) and not mentioned:
             front += f"<{kind}>" * media
-            done.append(f"turn {users[0]}: {media} <{kind}> put in front")
+            done.append(f"turn {first}: {media} <{kind}> put in front")
     if not front:
         return turns
-    first = {**turns[users[0]], tags.content_tag: f"{front}\n{texts[0]}"}
-    return [first if number == users[0] else turn for number, turn in enumerate(turns)]
+    tag = rules.tags.of_turn(turns[first])[1] or "content"
+    changed = {**turns[first], tag: f"{front}\n{texts[first]}"}
+    return [changed if number == first else turn for number, turn in enumerate(turns)]
 
 
 class EncodingRules:

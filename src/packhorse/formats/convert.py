@@ -1,0 +1,550 @@
+"""Rows to the example format, from every spelling that :mod:`packhorse.formats.row_format` knows.
+
+A row goes in (a dict with turns and media), an example comes out: ``conversation`` with typed parts, and
+``tools``, ``weight``, ``chat_template_kwargs`` and ``reasoning`` if the row or its dataset has them. Text and
+paths only: no file is opened, but links are followed to confine media.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from packhorse.errors import BadSample, limit_of
+from packhorse.formats.conversation import check_text, parse_conversation
+from packhorse.formats.row_format import Layout, RowFormat, layout_of
+from packhorse.ledger import Ledger, default_ledger
+from packhorse.media import resolve
+from packhorse.types import MEDIA_KINDS, Action, Drop, MediaKind, Reason, is_weight
+
+PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
+"""The placeholder of the next media item of that kind in a user's text."""
+
+MAX_BASE64_CHARS = 64 << 20
+"""The most characters of base64 data in one media item; ``PACKHORSE_MAX_BASE64_CHARS`` replaces it."""
+
+_SURPLUS = object()
+_LONG_TEXT = 1 << 20  # characters; shorter texts are measured together, when the example is parsed
+_MEDIA_COLUMNS: Mapping[str, MediaKind] = {"images": "image", "videos": "video", "audios": "audio"}
+_PASSED_ON = ("mm_inputs_meta", "_text_tokens", "_injected_fake")
+_THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_DATA_URI = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
+_HTTP = re.compile(r"https?://", re.IGNORECASE)
+# Types of parts and the media they are: OpenAI's names, and input_audio with base64 data.
+_PART_TYPES: Mapping[str, MediaKind] = {
+    **{kind: kind for kind in MEDIA_KINDS},
+    **{f"{kind}_url": kind for kind in MEDIA_KINDS},
+    "input_image": "image",
+    "input_audio": "audio",
+}
+_SOURCE_FIELDS = ("path", "url", "bytes", "base64", "data")
+_TEXT_FIELDS = ("text", "value", "content")
+
+
+def convert_sharegpt_to_conversation(
+    example: Mapping[str, Any],
+    columns: Mapping[str, str] | None = None,
+    tags: Mapping[str, str] | None = None,
+    media_dir: str | None = None,
+    *,
+    strict: bool = False,
+    confine: bool = False,
+    key: str = "",
+    ledger: Ledger | None = None,
+) -> dict[str, Any]:
+    """Turn one ShareGPT row into an example.
+
+    >>> convert_sharegpt_to_conversation({
+    ...     "messages": [{"role": "user", "content": "<image>What is it?"},
+    ...                  {"role": "assistant", "content": "A cat."}],
+    ...     "images": ["cat.jpg"]}, media_dir="/data")["conversation"][0]["content"]
+    [{'type': 'image', 'image': '/data/cat.jpg'}, {'type': 'text', 'text': 'What is it?'}]
+
+    Args:
+        example: the row; it is not changed.
+        columns: field names, keys ``messages``, ``images``, ``videos``, ``audios``.
+        tags: keys ``role_tag``, ``content_tag``, ``user_tag``, ``assistant_tag``, ``system_tag``.
+        media_dir: prefix for relative media paths.
+        strict: raise if placeholders and media do not match, a role is unknown, the conversation is empty
+            or has no assistant turn. Otherwise each such finding is recorded and the rest delivered.
+        confine: reject media outside ``media_dir``.
+        key: the row's name in errors and in the ledger.
+        ledger: where findings are recorded; the process's own if not given.
+
+    Raises:
+        BadSample: the row is no conversation under these columns and tags; or as ``strict``/``confine`` say.
+    """
+    rules = RowFormat.reference(
+        columns, tags, media_dir=media_dir, strict=strict, confine=confine, allow_http=True
+    )
+    findings = ledger if ledger is not None else default_ledger()
+    return convert_row(example, rules, key=key, dataset="", record=findings.record)
+
+
+def convert_row(
+    row: Mapping[str, Any], rules: RowFormat, *, key: str, dataset: str, record: Callable[[Drop], None]
+) -> dict[str, Any]:
+    """Turn one row of a dataset into an example.
+
+    Raises:
+        BadSample: the row is no conversation in this format.
+    """
+    try:
+        layout = layout_of(row, rules)
+    except BadSample as error:
+        raise error.with_key(key) from None
+    return _Conversion(row, rules, layout, key, dataset, record).result()
+
+
+class _Conversion:
+    """The conversion of one row: what is left of its media, and what was found on the way."""
+
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        rules: RowFormat,
+        layout: Layout,
+        key: str,
+        dataset: str,
+        record: Callable[[Drop], None],
+    ) -> None:
+        self.row, self.rules, self.layout = row, rules, layout
+        self.key, self.dataset, self.record = key, dataset, record
+        self.roles = rules.tags.roles()
+        self.has_ready_parts = False
+        columns = {kind: self._entries(part) for part, kind in _MEDIA_COLUMNS.items()}
+        # Rows without audio keep a literal <audio> in their text, as rows for older models have it.
+        self.media: dict[str, Iterator[Any]] = {
+            kind: iter(entries) for kind, entries in columns.items() if entries or kind != "audio"
+        }
+
+    def result(self) -> dict[str, Any]:
+        self._check_preference()
+        raw = self._turns()
+        self.marks_are_media = not _has_bare_parts(raw)
+        turns = [self._turn(number, turn) for number, turn in enumerate(raw)]
+        conversation = _merge_calls([turn for turn in turns if turn is not None])
+        self._add_system(conversation)
+        if self.rules.media_position == "first":
+            self._place_first(conversation)
+        for kind, rest in self.media.items():
+            if surplus := sum(not _is_nothing(entry) for entry in rest):
+                self._report("surplus_media", f"{surplus} more {kind}(s) than user turns mention", "cut")
+        if not conversation:
+            self._report("empty_conversation", "the conversation has no turns", "kept")
+        elif not any(turn["role"] == "assistant" for turn in conversation):
+            self._report("no_assistant_turn", "no assistant turn, so no token is supervised", "kept")
+        example = {"conversation": conversation, **self._settings()}
+        if self.has_ready_parts:  # ours are well formed; the row's own may not be
+            parse_conversation(example, self.key)
+        return example | self._passed_on()
+
+    # --- fields of the row -------------------------------------------------------------------------------
+
+    def _check_preference(self) -> None:
+        """Raise if the row has a rejected answer, or says whether its answer is good."""
+        layout = self.layout
+        has_label = any(isinstance(self.row[name], bool) for name in layout.preference)
+        is_pair = any(name.startswith("rejected") for name in layout.preference)
+        if has_label or is_pair:
+            raise self._bad(
+                "preference_data",
+                f"preference data ({', '.join(layout.preference)}) cannot be trained as plain answers. "
+                "Remove these columns, or keep only the answers to train on, as 'messages' or 'response'",
+            )
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what applies to the whole conversation, if it is not the default."""
+        rules, settings = self.rules, dict[str, Any]()
+        if (tools := self.layout.get(self.row, "tools")) not in (None, "", []):
+            settings["tools"] = self._tools(tools)
+        weight = self.layout.get(self.row, "weight")
+        if weight is not None and not is_weight(weight):
+            raise self._bad("wrong_format", f"weight is {weight!r:.40}, expected a number of 0 or more")
+        weight = rules.weight * (1.0 if weight is None else float(weight))
+        if weight != 1:
+            settings["weight"] = weight
+        if rules.chat_template_kwargs:
+            settings["chat_template_kwargs"] = dict(rules.chat_template_kwargs)
+        if rules.reasoning == "mask":
+            settings["reasoning"] = rules.reasoning
+        return settings
+
+    def _passed_on(self) -> dict[str, Any]:
+        fields = {name: self.row[name] for name in _PASSED_ON if name in self.row}
+        tokens, meta = fields.get("_text_tokens"), fields.get("mm_inputs_meta")
+        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int)):
+            raise self._bad("wrong_format", f"_text_tokens is {tokens!r:.40}, expected a whole number")
+        if meta is not None and not _is_inputs_meta(meta):
+            raise self._bad(
+                "wrong_format",
+                f"mm_inputs_meta is {meta!r:.60}, expected images_meta and videos_meta: sizes or n_tokens",
+            )
+        return fields
+
+    def _tools(self, tools: Any) -> list[Any]:
+        """Return the tools as the chat template takes them: functions with a name."""
+        tools = self._parse_json(tools, "tools")
+        if isinstance(tools, Mapping):
+            tools = [tools]
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise self._bad("wrong_format", f"tools is {_summary(tools)}, expected a list of functions")
+        return [
+            {"type": "function", "function": tool} if "function" not in tool and "name" in tool else tool
+            for tool in map(_without_nothing, tools)
+        ]
+
+    def _parse_json(self, value: Any, what: str) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise self._bad("wrong_format", f"{what} is no JSON ({error}): {value:.60}") from error
+
+    # --- turns -------------------------------------------------------------------------------------------
+
+    def _turns(self) -> list[Any]:
+        if self.layout.format == "prompt_response":
+            return self._prompt_turns()
+        name = self.layout["messages"]
+        turns = self.row[name]
+        if turns is None:
+            return []
+        if isinstance(turns, str) and turns.lstrip().startswith("["):
+            turns = self._parse_json(turns, f"'{name}'")
+        if not isinstance(turns, list | tuple):
+            raise self._bad("wrong_format", f"'{name}' is a {type(turns).__name__}, expected a list of turns")
+        return list(turns)
+
+    def _prompt_turns(self) -> list[Any]:
+        """Return the turns of a row with a prompt and its answer; each may be a list of turns itself."""
+        prompt, query, response, history = (
+            self.layout.get(self.row, part) for part in ("prompt", "query", "response", "history")
+        )
+        turns: list[Any] = []
+        for number, pair in enumerate(history or []):
+            if not isinstance(pair, list | tuple) or len(pair) != 2:
+                raise self._bad(
+                    "wrong_format",
+                    f"entry {number} of history is {_summary(pair)}, expected a question and its answer",
+                )
+            turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+        if isinstance(prompt, str) and isinstance(query, str) and query:
+            prompt = f"{prompt}\n{query}" if prompt else query
+        for role, content in (("user", prompt), ("assistant", response)):
+            is_turns = isinstance(content, list) and any(
+                isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in content
+            )
+            turns += content if is_turns else [{"role": role, "content": content}]
+        return turns
+
+    def _turn(self, number: int, turn: Any) -> dict[str, Any] | None:
+        role_tag, content_tag = self._tags_of(number, turn)
+        name, content = turn[role_tag], turn.get(content_tag)
+        if isinstance(content, str) and len(content) > _LONG_TEXT:
+            check_text(len(content), self.key)  # before it is searched for placeholders
+        role = self.roles.get(name) if isinstance(name, str) else None
+        extras = {
+            field: value
+            for field, value in turn.items()
+            if field not in (role_tag, content_tag) and value is not None
+        }
+        if role is None:
+            known = ", ".join(dict.fromkeys(self.roles))
+            found = f"turn {number} has role {name!r}, expected {known} (tags= names the roles of a dataset)"
+            self._report("unknown_role", found, "cut")
+            return None
+        if role == "function_call":
+            calls = self._tool_calls(number, content)
+            return {"role": "assistant", "content": "", **extras, "tool_calls": calls, "_calls": True}
+        if "tool_calls" in extras:
+            extras["tool_calls"] = self._tool_calls(number, extras["tool_calls"])
+            content = "" if content is None else content
+        if role == "tool" and not isinstance(content, str) and not _is_parts(content):
+            content = json.dumps(content, ensure_ascii=False)
+        if role == "assistant" and self.rules.reasoning == "drop":
+            content, extras = _without_reasoning(content, extras)
+        parts = (
+            self._marked_parts(number, content) if role in ("user", "tool") else self._parts(number, content)
+        )
+        return {**extras, "role": role, "content": parts}
+
+    def _tags_of(self, number: int, turn: Any) -> tuple[str, str]:
+        """Return the names of a turn's role and content."""
+        role, content = self.rules.tags.of_turn(turn) if isinstance(turn, Mapping) else (None, None)
+        if content is None and role is not None and turn.get("tool_calls"):
+            content = "content"
+        if role is None or content is None:
+            tags = self.rules.tags
+            missing = (tags.role_tag or "role") if role is None else (tags.content_tag or "content")
+            raise self._bad(
+                "wrong_format",
+                f"turn {number} has no '{missing}'; it is {_summary(turn)}. "
+                "Set tags={'role_tag': …, 'content_tag': …} to the names the turns use",
+            )
+        return role, content
+
+    def _tool_calls(self, number: int, calls: Any) -> list[dict[str, Any]]:
+        """Return calls of tools as the chat template takes them, with arguments as objects."""
+        what = f"the tool call of turn {number}"
+        calls = self._parse_json(calls, what)
+        result = []
+        for call in calls if isinstance(calls, list) else [calls]:
+            call = _without_nothing(call) if isinstance(call, Mapping) else call
+            function = call.get("function", call) if isinstance(call, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise self._bad("wrong_format", f"{what} is {_summary(call)}, expected a name and arguments")
+            arguments = function.get("arguments", function.get("parameters", {}))
+            if isinstance(arguments, str):
+                arguments = self._parse_json(arguments or "{}", f"arguments of {what}")
+            named = {key: value for key, value in function.items() if key not in ("parameters", "type", "id")}
+            ids = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+            result.append({**ids, "type": "function", "function": {**named, "arguments": arguments}})
+        return result
+
+    def _add_system(self, conversation: list[dict[str, Any]]) -> None:
+        """Put the row's or the dataset's system prompt in front, unless there is a system turn."""
+        system = self.layout.get(self.row, "system")
+        if system is not None and not isinstance(system, str):
+            raise self._bad("wrong_format", f"the system prompt is {_summary(system)}, expected text")
+        text = system or self.rules.system
+        if text and conversation and conversation[0]["role"] != "system":
+            conversation.insert(0, {"role": "system", "content": [{"type": "text", "text": text}]})
+
+    # --- parts -------------------------------------------------------------------------------------------
+
+    def _marked_parts(self, number: int, content: object) -> list[dict[str, Any]]:
+        """Content in which ``<image>`` and the like stand for the media of the row."""
+        if not isinstance(content, str):
+            return self._parts(number, content)
+        parts: list[dict[str, Any]] = []
+        end = 0
+        surplus: Counter[str] = Counter()
+        for match in PLACEHOLDER.finditer(content) if self.marks_are_media else ():
+            kind = match[1].lower()
+            if kind not in self.media:
+                continue
+            self._add_text(parts, content[end : match.start()])
+            end = match.end()
+            entry = next(self.media[kind], _SURPLUS)
+            if entry is _SURPLUS:
+                surplus[kind] += 1
+            elif _is_nothing(entry):
+                self._report("missing_media", f"a <{kind}> of turn {number} has an empty entry", "cut")
+            else:
+                parts.append(self._media_part(kind, entry))  # type: ignore[arg-type]
+        self._add_text(parts, content[end:])
+        for kind, times in surplus.items():
+            detail = f"turn {number} has {times} more <{kind}> than the row has {kind}s"
+            self._report("surplus_placeholder", detail, "cut")
+        return parts or [{"type": "text", "text": ""}]
+
+    def _parts(self, number: int, content: object) -> list[dict[str, Any]]:
+        """Content that is taken as it is: text, or parts that the row has already split."""
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        if not _is_parts(content):
+            found = f"the content of turn {number} is {_summary(content)}, expected text or a list of parts"
+            raise self._bad("wrong_format", found)
+        self.has_ready_parts = True
+        return [self._typed_part(number, _without_nothing(part)) for part in content]  # type: ignore[attr-defined]
+
+    def _typed_part(self, number: int, part: dict[str, Any]) -> dict[str, Any]:
+        """Return a part of a row as an example has it: text, or a media item with its source."""
+        name = part.get("type")
+        if name is None:  # {"image": "1.jpg"} or {"text": "…"}
+            name = next((kind for kind in (*MEDIA_KINDS, "text") if kind in part), None)
+        if name == "text":
+            text = next((part[field] for field in _TEXT_FIELDS if field in part), None)
+            return {**part, "type": "text", "text": text} if "text" not in part else part
+        kind = _PART_TYPES.get(name) if isinstance(name, str) else None
+        if kind is None:
+            return part  # parse_conversation rejects it, with the turn
+        for field in dict.fromkeys((kind, name, *_SOURCE_FIELDS)):
+            if field in part:
+                rest = {other: value for other, value in part.items() if other not in (field, "type")}
+                return self._media_part(kind, self._entry(field, part[field]), rest)
+        entry = next(self.media.get(kind, iter(())), _SURPLUS)
+        if entry is _SURPLUS or _is_nothing(entry):
+            raise self._bad(
+                "media_mismatch",
+                f"turn {number} has a part of type {name} without a source, and the row has no {kind} for it",
+            )
+        return self._media_part(
+            kind, entry, {other: value for other, value in part.items() if other != "type"}
+        )
+
+    @staticmethod
+    def _entry(field: str, value: Any) -> Any:
+        """Return what a part's field holds as an entry of a media column."""
+        if field == "base64":
+            return {"base64": value}
+        if field == "bytes":
+            return {"bytes": value}
+        return value
+
+    def _media_part(
+        self, kind: MediaKind, entry: object, options: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        if not isinstance(entry, Mapping):
+            return {**(options or {}), "type": kind, kind: self._resolve(entry)}
+        # Other fields of an entry are passed on, but do not replace the part's own.
+        own = (*_SOURCE_FIELDS, "type", *MEDIA_KINDS)
+        extras = {name: value for name, value in entry.items() if name not in own and value is not None}
+        part = {**extras, **(options or {}), "type": kind}
+        if entry.get("bytes") is not None:  # how Parquet files and the hub hold an image
+            return {**part, kind: entry["bytes"]}
+        for field in ("base64", "data"):
+            if entry.get(field) is not None:
+                return {**part, kind: self._decode_base64(entry[field])}
+        source = entry.get("path") if entry.get("path") is not None else entry.get("url")
+        if source is None:
+            found = f"an entry for {kind} has neither 'path' nor 'bytes': it is {_summary(entry)}"
+            raise self._bad("wrong_format", found)
+        return {**part, kind: self._resolve(source)}
+
+    def _resolve(self, source: Any) -> Any:
+        if isinstance(source, str):
+            if (uri := _DATA_URI.match(source)) is not None:
+                if not uri[2].lower().endswith(";base64"):
+                    raise self._bad("wrong_format", f"a data: address without base64 ({source:.40}…)")
+                return self._decode_base64(source[uri.end() :])
+            if not self.rules.allow_http and _HTTP.match(source):
+                raise self._bad(
+                    "not_allowed",
+                    f"{source:.80}: this dataset does not allow media from the web. Set allow_http to true "
+                    "in its meta entry or in dataset_options=, or download the media",
+                )
+        try:
+            return resolve(source, self.rules.media_dir, confined=self.rules.confine)
+        except BadSample as error:
+            raise self._bad(error.reason, error.detail) from error
+
+    def _decode_base64(self, data: Any) -> bytes:
+        most = limit_of("PACKHORSE_MAX_BASE64_CHARS", MAX_BASE64_CHARS)
+        if not isinstance(data, str):
+            raise self._bad("wrong_format", f"base64 data is {_summary(data)}, expected text")
+        if len(data) > most:
+            raise self._bad(
+                "media_too_large",
+                f"{len(data):,} characters of base64 data, more than the limit of {most:,}: save the media "
+                "item as a file, or raise PACKHORSE_MAX_BASE64_CHARS",
+            )
+        try:
+            return base64.b64decode(data, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise self._bad(
+                "broken_media", f"base64 data ({data:.24}…) cannot be decoded: {error}"
+            ) from error
+
+    def _place_first(self, conversation: list[dict[str, Any]]) -> None:
+        """Put the media that no text mentions in front of the first user turn."""
+        user = next((turn for turn in conversation if turn["role"] == "user"), None)
+        if user is not None:
+            left = [
+                self._media_part(kind, entry)  # type: ignore[arg-type]
+                for kind, rest in self.media.items()
+                for entry in rest
+                if not _is_nothing(entry)
+            ]
+            user["content"] = [*left, *user["content"]]
+
+    def _entries(self, part: str) -> list[Any]:
+        entries = self.layout.get(self.row, part)
+        if isinstance(entries, list):
+            return entries
+        return [] if _is_nothing(entries) else [entries]
+
+    @staticmethod
+    def _add_text(parts: list[dict[str, Any]], text: str) -> None:
+        if text := text.strip():
+            parts.append({"type": "text", "text": text})
+
+    def _report(self, reason: Reason, detail: str, action: Action) -> None:
+        if self.rules.strict:
+            raise self._bad(reason, detail)
+        self.record(Drop(self.key, "convert", reason, detail, action, self.dataset))
+
+    def _bad(self, reason: Reason, detail: str) -> BadSample:
+        return BadSample(detail, reason=reason, key=self.key, stage="convert")
+
+
+def _merge_calls(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join consecutive turns that only call tools into one, as templates expect parallel calls."""
+    merged: list[dict[str, Any]] = []
+    for turn in turns:
+        only_calls = turn.pop("_calls", False)
+        if only_calls and merged and merged[-1].get("tool_calls") and merged[-1]["role"] == "assistant":
+            before = merged[-1]
+            merged[-1] = {**before, "tool_calls": [*before["tool_calls"], *turn["tool_calls"]]}
+        else:
+            merged.append(turn)
+    return merged
+
+
+def _without_reasoning(content: Any, extras: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return an answer without its reasoning."""
+    kept = {name: value for name, value in extras.items() if name != "reasoning_content"}
+    if isinstance(content, str):
+        return _THINKING.sub("", content), kept
+    if _is_parts(content):
+        content = [
+            {**part, "text": _THINKING.sub("", part["text"])} if isinstance(part.get("text"), str) else part
+            for part in content
+        ]
+    return content, kept
+
+
+def _has_bare_parts(turns: list[Any]) -> bool:
+    """Return whether a typed part of a turn has no source: it then stands for the row's next media item."""
+    contents = (turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, Mapping))
+    return any(
+        part.get("type") in MEDIA_KINDS and set(_without_nothing(part)) == {"type"}
+        for content in contents
+        if _is_parts(content)
+        for part in content
+    )
+
+
+def _is_parts(content: object) -> bool:
+    return isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content)
+
+
+def _without_nothing(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that have a value: a table has every field in every entry."""
+    return {
+        name: _without_nothing(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def _is_nothing(entry: object) -> bool:
+    return entry is None or (isinstance(entry, str) and not entry)
+
+
+def _is_inputs_meta(meta: object) -> bool:
+    if not isinstance(meta, Mapping):
+        return False
+    lists = [meta.get(name) or [] for name in ("images_meta", "videos_meta")]
+    if not all(isinstance(one, list | tuple) for one in lists):
+        return False
+    entries = [entry for one in lists for entry in one]
+    return all(
+        entry is None
+        or isinstance(entry, list | tuple)
+        or (isinstance(entry, Mapping) and isinstance(entry.get("n_tokens"), int))
+        for entry in entries
+    )
+
+
+def _summary(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"a dict with {', '.join(map(str, value)) or 'no keys'}"
+    return f"a {type(value).__name__}" if value is not None else "null"

@@ -1,0 +1,94 @@
+"""Rows in memory: lists and Hugging Face datasets in any row format, as examples."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from packhorse.errors import ConfigError, data_errors
+from packhorse.formats.convert import convert_row
+from packhorse.formats.llama_factory import undecoded
+from packhorse.formats.meta import check_rows_format, record_unused_fields
+from packhorse.formats.row_format import RowFormat
+from packhorse.ledger import Ledger
+from packhorse.types import Rows
+
+_FIRST_ROWS = 8
+_EXAMPLE_FIELDS = frozenset(
+    {"conversation", "tools", "weight", "chat_template_kwargs", "reasoning", "audio"}
+    | {"mm_inputs_meta", "_text_tokens", "_injected_fake"}
+)
+
+
+class ConvertedRows(Sequence[dict[str, Any]]):
+    """The examples of rows in memory, converted on access.
+
+    Attributes:
+        rows: what was given; a Hugging Face dataset with its media undecoded.
+        rules: their format.
+        ledger: what conversion finds.
+    """
+
+    def __init__(self, rows: Rows, rules: RowFormat, ledger: Ledger) -> None:
+        self.rows, self.rules, self.ledger = rows, rules, ledger
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        row = self.rows[index]
+        return convert_row(row, self.rules, key=self.key(index), dataset="", record=self.ledger.record)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+    def key(self, index: int) -> str:
+        """Return the key of an example: that of the rows, or its index."""
+        key = getattr(self.rows, "key", None)
+        return str(key(index)) if callable(key) else str(index)
+
+
+def open_examples(data: Rows, rules: RowFormat | None, ledger: Ledger) -> Rows:
+    """Return the examples of rows in memory: the rows themselves if they are examples already.
+
+    Args:
+        data: a list, a Hugging Face dataset, anything with ``len`` and ``[index]``.
+        rules: their format; None to find it.
+        ledger: gets an entry for fields that nothing reads, and what conversion finds.
+
+    Raises:
+        ConfigError: the first rows are no conversations in a known format.
+    """
+    if hasattr(data, "features") and hasattr(data, "cast_column") and "datasets" in sys.modules:
+        data = undecoded(data)
+    first: dict[str, Any] = {}
+    for index in range(min(len(data), _FIRST_ROWS)):
+        with data_errors() as outcome:
+            first[str(index)] = data[index]
+        if outcome.error is not None:
+            return data  # raised when it is read
+    for key, row in islice(first.items(), 1):
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"row {key} of data is a {type(row).__name__}, expected a dict such as "
+                '{"messages": [{"role": "user", "content": "…"}, …]}: see docs/reference/data.md',
+                setting="data",
+            )
+    rows = {key: row for key, row in first.items() if isinstance(row, Mapping)}
+    if rules is None and all(map(_is_example, rows.values())):
+        return data
+    rules = rules if rules is not None else RowFormat()
+    check_rows_format(rows, rules)
+    record_unused_fields("", rows.values(), rules, ledger)
+    return ConvertedRows(data, rules, ledger)
+
+
+def _is_example(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is in the example format: typed parts with their sources, and no other fields."""
+    return "conversation" in row and not any(
+        name not in _EXAMPLE_FIELDS and value is not None for name, value in row.items()
+    )

@@ -1,0 +1,128 @@
+"""LLaMA-Factory's ``dataset_info.json``: its entries as entries of a meta file.
+
+The columns and tags of an entry have LLaMA-Factory's own defaults. Media paths start at the folder of the
+file. A dataset of a hub is loaded with the ``datasets`` library and kept as a Parquet file in the cache, so
+that it is indexed, counted and hashed like any other file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from logging import getLogger
+from typing import Any
+
+from packhorse.errors import ConfigError, require, suggest
+from packhorse.utils.files import build_once, cache_lock, digest
+
+logger = getLogger("packhorse.datasets")
+
+FILE_NAME = "dataset_info.json"
+
+KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "formatting", "ranking")
+"""Keys that only entries of LLaMA-Factory have."""
+
+_KNOWN = (*KEYS, "file_name", "file_sha1", "subset", "split", "folder", "num_samples", "columns", "tags")
+_FORMATTINGS = ("alpaca", "sharegpt", "openai")
+_COLUMNS: Mapping[str, Mapping[str, str]] = {
+    "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
+    "sharegpt": {"messages": "conversations"},
+    "openai": {"messages": "messages"},
+}
+_TAGS: Mapping[str, Mapping[str, str]] = {
+    "alpaca": {},
+    "sharegpt": {
+        **{"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"},
+        **{"observation_tag": "observation", "function_tag": "function_call", "system_tag": "system"},
+    },
+    "openai": {"role_tag": "role", "content_tag": "content"},
+}
+_SOURCES = ("hf_hub_url", "ms_hub_url")
+_NOT_READ = ("om_hub_url", "script_url", "cloud_file_name")
+
+
+def is_entry(entry: object) -> bool:
+    """Return whether an entry of a meta file is one of LLaMA-Factory."""
+    return isinstance(entry, Mapping) and any(key in entry for key in (*KEYS, "subset", "num_samples"))
+
+
+def meta_entry(entry: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Return an entry as a meta file has it; a hub's dataset is loaded, and its file is in the cache.
+
+    Raises:
+        ConfigError: a key or value is unknown, or the dataset cannot be loaded.
+    """
+    if unknown := sorted(set(entry) - set(_KNOWN)):
+        hints = ", ".join(f"{key}{suggest(key, _KNOWN)}" for key in unknown)
+        raise ConfigError(f"unknown {hints}; known are {', '.join(_KNOWN)}", setting=unknown[0])
+    formatting = entry.get("formatting", "alpaca")
+    if formatting not in _FORMATTINGS:
+        expected = f"expected one of {', '.join(_FORMATTINGS)}{suggest(formatting, _FORMATTINGS)}"
+        raise ConfigError.of("formatting", formatting, expected)
+    columns = {**_COLUMNS[formatting], **(entry.get("columns") or {})}
+    if "kto_tag" in columns:
+        columns["label"] = columns.pop("kto_tag")
+    tags = {**_TAGS[formatting], **(entry.get("tags") or {})}
+    return {
+        "file_name": _file_of(entry),
+        "format": "prompt_response" if formatting == "alpaca" else "messages",
+        "columns": columns,
+        "tags": tags,
+        "media_dir": folder or ".",
+        "num_samples": entry.get("num_samples"),
+    }
+
+
+def _file_of(entry: Mapping[str, Any]) -> str:
+    """Return the file of an entry; a hub's dataset comes first, as in LLaMA-Factory."""
+    for key in _SOURCES:
+        if entry.get(key):
+            return _hub_file(key, str(entry[key]), entry)
+    if entry.get("file_name"):
+        return str(entry["file_name"])
+    key = next((key for key in _NOT_READ if entry.get(key)), None)
+    what = f"{key} is not read" if key is not None else "there is no file_name and no hf_hub_url"
+    raise ConfigError(f"{what}: download the data, and set file_name to its file", setting=key or "file_name")
+
+
+def _hub_file(key: str, name: str, entry: Mapping[str, Any]) -> str:
+    """Load a dataset of the hub (or of a folder) and return the Parquet file with its rows."""
+    options = {
+        "name": entry.get("subset"),
+        "data_dir": entry.get("folder"),
+        "split": entry.get("split", "train"),
+    }
+    datasets = require("datasets", "hub")
+    with cache_lock(f"hub-{name}-{options}"):
+        try:
+            dataset = datasets.load_dataset(name, **options)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"{key}={name!r} cannot be loaded ({type(error).__name__}: {error}). Load it once with a "
+                "network (it stays in the cache of the datasets library), or download it and set file_name",
+                setting=key,
+                value=name,
+            ) from error
+        dataset = undecoded(dataset)
+        logger.info("%s: %s rows of %s", name, f"{len(dataset):,}", options["split"])
+        file = f"hub/{digest(name, str(options), dataset._fingerprint)}.parquet"
+        return str(build_once(file, lambda target: dataset.to_parquet(target)))
+
+
+def undecoded(dataset: Any) -> Any:
+    """Return a Hugging Face dataset whose media come as bytes or paths: workers decode what is used."""
+    datasets = require("datasets", "hub")
+    media = tuple(getattr(datasets, name) for name in ("Image", "Audio", "Video") if hasattr(datasets, name))
+
+    def cast(feature: Any) -> Any:
+        if isinstance(feature, media):
+            return type(feature)(decode=False)
+        if isinstance(feature, datasets.List):
+            return datasets.List(cast(feature.feature), feature.length)
+        if isinstance(feature, dict):
+            return {name: cast(part) for name, part in feature.items()}
+        return feature
+
+    for name, feature in dataset.features.items():
+        if (changed := cast(feature)) != feature:
+            dataset = dataset.cast_column(name, changed)
+    return dataset

@@ -1,0 +1,320 @@
+"""Row formats: under which names the rows of a dataset keep turns, media, tools and weights.
+
+People's datasets spell the same conversation in many ways. :class:`RowFormat` holds what the user declares;
+:func:`layout_of` finds the rest by the names in a row, so every row is read by its own names, in any order
+and in any process. The spellings are one table, ``_ALIASES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+from packhorse.errors import BadSample, ConfigError, list_some, suggest
+from packhorse.types import Reasoning, is_weight
+
+FormatName = Literal["auto", "messages", "prompt_response"]
+MediaPosition = Literal["marked", "first"]
+
+_ALIASES: dict[str, tuple[str, ...]] = {
+    "messages": ("messages", "conversations", "conversation"),
+    "prompt": ("prompt", "instruction", "query", "question"),
+    "query": ("input",),
+    "response": ("completion", "output", "response", "answer"),
+    "history": ("history",),
+    "system": ("system", "system_prompt"),
+    "tools": ("tools",),
+    "images": ("images", "image"),
+    "videos": ("videos", "video"),
+    "audios": ("audios", "audio"),
+    "weight": ("weight",),
+    "chosen": ("chosen",),
+    "rejected": ("rejected", "rejected_response", "rejected_messages"),
+    "label": ("kto_tag", "label"),
+}
+_PROMPT_COLUMNS = ("prompt", "query", "response", "history")
+_PREFERENCE_COLUMNS = ("chosen", "rejected", "label")
+_ALWAYS_READ = ("mm_inputs_meta", "_text_tokens", "_injected_fake")
+
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "model", "bot", "chatgpt"),
+    "system": ("system", "developer"),
+    "tool": ("tool", "observation", "function", "tool_response", "function_response"),
+    "function_call": ("function_call", "tool_call"),
+}
+"""Names of roles in datasets, by what they are; ``function_call`` is an answer that only calls tools."""
+
+FORMATS = {
+    "messages": "turns in a list (messages or conversations; role and content, or from and value)",
+    "prompt_response": "a prompt and its answer (prompt and completion, instruction and output, query and "
+    "response)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Under which names a row keeps its parts; None looks for the usual names.
+
+    ``messages`` holds turns; ``prompt`` (and ``query``, appended to it) with ``response`` and ``history`` a
+    question, its answer and the turns before it.
+    """
+
+    messages: str | None = None
+    images: str | None = None
+    videos: str | None = None
+    audios: str | None = None
+    system: str | None = None
+    tools: str | None = None
+    weight: str | None = None
+    prompt: str | None = None
+    query: str | None = None
+    response: str | None = None
+    history: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    label: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Under which names a turn keeps role and text, and what the roles are called; None: the usual names."""
+
+    role_tag: str | None = None
+    content_tag: str | None = None
+    user_tag: str | None = None
+    assistant_tag: str | None = None
+    system_tag: str | None = None
+    observation_tag: str | None = None
+    function_tag: str | None = None
+
+    def roles(self) -> dict[str, str]:
+        """Return what each role of a dataset is: a declared name replaces the usual ones of its role."""
+        declared = {
+            "user": self.user_tag,
+            "assistant": self.assistant_tag,
+            "system": self.system_tag,
+            "tool": self.observation_tag,
+            "function_call": self.function_tag,
+        }
+        roles = {name: role for role, names in ROLES.items() if declared[role] is None for name in names}
+        return roles | {name: role for role, name in declared.items() if name is not None}
+
+    def of_turn(self, turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
+        """Return the names of the role and the content of a turn; None for one that it lacks."""
+        roles = ("role", "from") if self.role_tag is None else (self.role_tag,)
+        contents = ("content", "value") if self.content_tag is None else (self.content_tag,)
+        return (
+            next((name for name in roles if name in turn), None),
+            next((name for name in contents if name in turn), None),
+        )
+
+
+_REFERENCE_COLUMNS = Columns("messages", "images", "videos", "audios")
+_REFERENCE_TAGS = Tags("role", "content", "user", "assistant", "system")
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How one dataset writes its rows, and what to do about inconsistent rows.
+
+    Args:
+        format: ``"messages"`` or ``"prompt_response"``; ``"auto"`` decides by the columns of each row.
+        columns: names of the row's fields.
+        tags: names inside a turn.
+        detect: look for the usual names of fields and roles that are not declared.
+        media_dir: prefix for relative media paths.
+        strict: raise :class:`BadSample` for an inconsistent row, instead of recording it.
+        confine: reject media outside ``media_dir`` (through ``..``, a symlink or an absolute path).
+        media_position: ``"first"`` puts media that no text mentions before the first user text.
+        system: system prompt of rows that have none.
+        reasoning: ``"keep"`` trains on reasoning in answers, ``"mask"`` keeps it as context without training
+            on it, ``"drop"`` removes it.
+        chat_template_kwargs: options for the chat template, such as ``enable_thinking``.
+        weight: factor for the loss of every row.
+        allow_http: fetch media at ``http:`` and ``https:`` addresses in rows.
+    """
+
+    format: FormatName = "auto"
+    columns: Columns = Columns()
+    tags: Tags = Tags()
+    detect: bool = True
+    media_dir: str | None = None
+    strict: bool = False
+    confine: bool = False
+    media_position: MediaPosition = "marked"
+    system: str | None = None
+    reasoning: Reasoning = "keep"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    weight: float = 1.0
+    allow_http: bool = False
+
+    def __post_init__(self) -> None:
+        if self.confine and self.media_dir is None:
+            raise ConfigError(
+                "confine=True needs a media_dir to confine media to", setting="confine", value=self.confine
+            )
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                expected = f"expected one of {', '.join(choices)}{suggest(value, choices)}"
+                raise ConfigError.of(name, value, expected)
+        if not is_weight(self.weight):
+            raise ConfigError.of("weight", self.weight, "expected a number of 0 or more")
+
+    @classmethod
+    def of(
+        cls,
+        columns: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> RowFormat:
+        """From dicts as in a meta file; an unknown name in them is an error, not ignored."""
+        return cls(
+            columns=_from_mapping(Columns, columns, "columns"),
+            tags=_from_mapping(Tags, tags, "tags"),
+            **{name: value for name, value in settings.items() if value is not None},
+        )
+
+    @classmethod
+    def reference(
+        cls, columns: Mapping[str, str] | None, tags: Mapping[str, str] | None, **settings: Any
+    ) -> RowFormat:
+        """As :meth:`of`, with the documented names of ``convert_sharegpt_to_conversation`` and no others."""
+        given = cls.of(columns, tags, **settings)
+        return cls(
+            "messages",
+            Columns(**{**asdict(_REFERENCE_COLUMNS), **_without_none(asdict(given.columns))}),
+            Tags(**{**asdict(_REFERENCE_TAGS), **_without_none(asdict(given.tags))}),
+            detect=False,
+            **settings,
+        )
+
+    def entry(self) -> dict[str, Any]:
+        """Return the settings that differ from the defaults, as an entry of a meta file has them."""
+        plain, default = asdict(self), asdict(RowFormat())
+        changed = {name: value for name, value in plain.items() if value != default[name]}
+        return {
+            name: _without_none(value) if name in ("columns", "tags") else value
+            for name, value in changed.items()
+        }
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "format": get_args(FormatName),
+    "media_position": get_args(MediaPosition),
+    "reasoning": get_args(Reasoning),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the rows with certain fields keep what is read.
+
+    Attributes:
+        format: ``"messages"`` or ``"prompt_response"``.
+        columns: the field of each part that the rows have.
+        unused: fields that are not read.
+        preference: the fields of preference data (two answers, or an answer and whether it is good).
+    """
+
+    format: FormatName
+    columns: Mapping[str, str]
+    unused: tuple[str, ...]
+    preference: tuple[str, ...] = ()
+
+    def __getitem__(self, part: str) -> str:
+        return self.columns[part]
+
+    def get(self, row: Mapping[str, Any], part: str) -> Any:
+        """Return a part of a row; None if it has none."""
+        column = self.columns.get(part)
+        return None if column is None else row.get(column)
+
+
+def layout_of(row: Mapping[str, Any], rules: RowFormat) -> Layout:
+    """Return where a row keeps its parts.
+
+    Raises:
+        BadSample: it has no turns, and no prompt with an answer, under known names.
+    """
+    present = frozenset(name for name, value in row.items() if value is not None)
+    layout = _find_layout(present, rules.columns, rules.detect, rules.format)
+    if layout is None:  # an empty column may be the one that is meant
+        layout = _find_layout(frozenset(row), rules.columns, rules.detect, rules.format)
+    if layout is None:
+        raise BadSample(describe_unknown(row, rules), reason="wrong_format", stage="convert")
+    return layout
+
+
+@lru_cache(maxsize=4096)
+def _find_layout(
+    present: frozenset[str], declared: Columns, detect: bool, wanted: FormatName
+) -> Layout | None:
+    given = _without_none(asdict(declared))
+    columns = dict(given)
+    if detect:
+        taken = set(given.values())
+        for part, names in _ALIASES.items():
+            found = next((name for name in names if name in present and name not in taken), None)
+            if part not in columns and found is not None:
+                columns[part] = found
+    here = {part: column for part, column in columns.items() if column in present}
+    is_prompt = "prompt" in here and "response" in here
+    if wanted == "auto":
+        turns_declared = "messages" in given or not ("prompt" in given and is_prompt)
+        kind: FormatName = "messages" if "messages" in here and turns_declared else "prompt_response"
+    else:
+        kind = wanted
+    is_pair = "rejected" in here  # its prompt and answers may be in these columns alone
+    if not is_pair and not ("messages" in here if kind == "messages" else is_prompt):
+        return None
+    other = _PROMPT_COLUMNS if kind == "messages" else ("messages",)
+    preference = tuple(here[part] for part in _PREFERENCE_COLUMNS if part in here)
+    read = {part: column for part, column in here.items() if part not in (*other, *_PREFERENCE_COLUMNS)}
+    unused = present - set(read.values()) - set(_ALWAYS_READ)
+    return Layout(kind, read, tuple(sorted(unused)), preference)
+
+
+def describe_unknown(row: Mapping[str, Any], rules: RowFormat) -> str:
+    """Return the message for a row without a conversation: its fields, and the closest formats."""
+    names = [name for part in ("messages", "prompt", "response") for name in _ALIASES[part]]
+    hints = {key: suggest(key, names) for key in map(str, row)}
+    close = [f"{key}{hint}" for key, hint in hints.items() if hint and key not in names]
+    declared = rules.columns.messages
+    what = f"no '{declared}' column" if declared is not None else "no conversation under known names"
+    return (
+        f"{what}; the row has: {list_some(row, 20)}. Expected {'; or '.join(FORMATS.values())}"
+        + (f". Close: {', '.join(close)}" if close else "")
+        + ". Set columns={'messages': …} to the column that holds the turns, or columns={'prompt': …, "
+        "'response': …}"
+    )
+
+
+def _from_mapping(cls: type[Any], given: Mapping[str, str] | None, what: str) -> Any:
+    names = [one.name for one in fields(cls)]
+    unknown = sorted(set(given or {}) - set(names))
+    if unknown:
+        hints = ", ".join(f"{name}{suggest(name, names)}" for name in unknown)
+        raise ConfigError(
+            f"unknown {what}: {hints}; expected some of {', '.join(names)}", setting=what, value=unknown
+        )
+    for name, value in (given or {}).items():
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{what}[{name!r}] is {value!r}, expected a string", setting=what, value=value)
+    return cls(**(given or {}))
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def unused_fields(rows: Iterable[Mapping[str, Any]], rules: RowFormat) -> list[str]:
+    """Return the fields of these rows that nothing reads; rows of an unknown format are passed over."""
+    unused: set[str] = set()
+    for row in rows:
+        with suppress(BadSample):
+            unused.update(layout_of(row, rules).unused)
+    return sorted(unused)
