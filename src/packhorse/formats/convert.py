@@ -262,7 +262,8 @@ class _Conversion:
             return None
         if role == "function_call":
             calls = self._tool_calls(number, content)
-            return {"role": "assistant", "content": "", **extras, "tool_calls": calls, "_calls": True}
+            parts = [{"type": "text", "text": ""}]
+            return {**extras, "role": "assistant", "content": parts, "tool_calls": calls, "_calls": True}
         if "tool_calls" in extras:
             extras["tool_calls"] = self._tool_calls(number, extras["tool_calls"])
             content = "" if content is None else content
@@ -362,7 +363,8 @@ class _Conversion:
             name = next((kind for kind in (*MEDIA_KINDS, "text") if kind in part), None)
         if name == "text":
             text = next((part[field] for field in _TEXT_FIELDS if field in part), None)
-            return {**part, "type": "text", "text": text} if "text" not in part else part
+            rest = {field: value for field, value in part.items() if field not in _TEXT_FIELDS}
+            return {**rest, "type": "text", "text": text}
         kind = _PART_TYPES.get(name) if isinstance(name, str) else None
         if kind is None:
             return part  # parse_conversation rejects it, with the turn

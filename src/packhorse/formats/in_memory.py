@@ -11,7 +11,7 @@ from packhorse.errors import ConfigError, data_errors
 from packhorse.formats.convert import convert_row
 from packhorse.formats.llama_factory import undecoded
 from packhorse.formats.meta import check_rows_format, record_unused_fields
-from packhorse.formats.row_format import RowFormat
+from packhorse.formats.row_format import RowFormat, unused_fields
 from packhorse.ledger import Ledger
 from packhorse.types import Rows
 
@@ -20,6 +20,7 @@ _EXAMPLE_FIELDS = frozenset(
     {"conversation", "tools", "weight", "chat_template_kwargs", "reasoning", "audio"}
     | {"mm_inputs_meta", "_text_tokens", "_injected_fake"}
 )
+_OTHER_COLUMNS = ("images", "image", "videos", "video", "audios", "system")
 
 
 class ConvertedRows(Sequence[dict[str, Any]]):
@@ -80,15 +81,17 @@ def open_examples(data: Rows, rules: RowFormat | None, ledger: Ledger) -> Rows:
             )
     rows = {key: row for key, row in first.items() if isinstance(row, Mapping)}
     if rules is None and all(map(_is_example, rows.values())):
+        record_unused_fields("", {name for row in rows.values() for name in row} - _EXAMPLE_FIELDS, ledger)
         return data
     rules = rules if rules is not None else RowFormat()
     check_rows_format(rows, rules)
-    record_unused_fields("", rows.values(), rules, ledger)
+    record_unused_fields("", unused_fields(rows.values(), rules), ledger)
     return ConvertedRows(data, rules, ledger)
 
 
 def _is_example(row: Mapping[str, Any]) -> bool:
-    """Return whether a row is in the example format: typed parts with their sources, and no other fields."""
-    return "conversation" in row and not any(
-        name not in _EXAMPLE_FIELDS and value is not None for name, value in row.items()
-    )
+    """Return whether a row is in the example format: turns with role and content that hold their media."""
+    turns = row.get("conversation")
+    if not isinstance(turns, list | tuple) or any(row.get(name) is not None for name in _OTHER_COLUMNS):
+        return False
+    return all(isinstance(turn, Mapping) and "role" in turn and "content" in turn for turn in turns[:1])

@@ -401,7 +401,8 @@ def open_meta_dataset(
         sources.append(Source(config, file, selection))
         check_first_rows(config, file)
         if world.rank == 0:
-            record_unused_fields(config.name, first_rows(config, file).values(), config.rules, ledger)
+            unused = unused_fields(first_rows(config, file).values(), config.rules)
+            record_unused_fields(config.name, unused, ledger)
     record_same_files(sources, ledger)
     return MetaDataset(sources, ledger)
 
@@ -624,12 +625,11 @@ def check_rows_format(rows: Mapping[str, Row], rules: RowFormat) -> None:
         )
 
 
-def record_unused_fields(name: str, rows: Iterable[Row], rules: RowFormat, ledger: Ledger) -> None:
-    """Record and log the fields of a dataset's first rows that nothing reads."""
-    if unused := unused_fields(rows, rules):
-        detail = f"fields that are not used: {', '.join(unused)}"
-        logger.warning("%s: %s", name or "data", detail)
-        ledger.record(Drop(name, "select", "unused_field", detail, "kept", name))
+def record_unused_fields(name: str, unused: Iterable[str], ledger: Ledger) -> None:
+    """Record and log the fields of a dataset that nothing reads."""
+    if names := ", ".join(sorted(unused)):
+        logger.warning("%s: fields that are not used: %s", name or "data", names)
+        ledger.record(Drop(name, "select", "unused_field", f"not used: {names}", "kept", name))
 
 
 def record_same_files(sources: Sequence[Source], ledger: Ledger) -> None:

@@ -1,0 +1,344 @@
+"""Spellings of a conversation: every one of them becomes the same example."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from packhorse.errors import BadSample
+from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.convert import convert_row
+from packhorse.formats.row_format import RowFormat, layout_of
+from packhorse.ledger import Ledger
+from raising import raises_bad_sample, raises_config
+
+
+def convert(row: dict[str, Any], **options: Any) -> dict[str, Any]:
+    ledger = Ledger()
+    example = convert_row(row, RowFormat.of(**options), key="a/0", dataset="a", record=ledger.record)
+    assert not len(ledger)
+    parse_conversation(example)
+    return example
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+QUESTION, ANSWER = "What is it?", "A cat."
+PLAIN = [
+    {"role": "user", "content": [text(QUESTION)]},
+    {"role": "assistant", "content": [text(ANSWER)]},
+]
+OF_IMAGE = [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, text(QUESTION)]}, PLAIN[1]]
+
+
+def turns(question: Any = QUESTION, answer: Any = ANSWER) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def from_value(question: Any = QUESTION, user: str = "human", assistant: str = "gpt") -> list[dict[str, Any]]:
+    return [{"from": user, "value": question}, {"from": assistant, "value": ANSWER}]
+
+
+SPELLINGS_OF_TEXT = {
+    "messages": {"messages": turns()},
+    "conversations": {"conversations": from_value()},
+    "conversation": {"conversation": turns()},
+    "messages as JSON text": {"messages": json.dumps(turns())},
+    "mixed names": {
+        "messages": [{"role": "user", "value": QUESTION}, {"from": "assistant", "content": ANSWER}]
+    },
+    "prompt and completion": {"prompt": QUESTION, "completion": ANSWER},
+    "lists of messages": {"prompt": turns()[:1], "completion": turns()[1:]},
+    "Alpaca": {"instruction": QUESTION, "input": "", "output": ANSWER},
+    "Alpaca in two columns": {"instruction": "What", "input": "is it?", "output": ANSWER},
+    "ms-swift": {"query": QUESTION, "response": ANSWER, "history": []},
+    "question and answer": {"question": QUESTION, "answer": ANSWER},
+    "typed parts": {"messages": turns([text(QUESTION)], [text(ANSWER)])},
+    "typed parts with value": {"messages": turns([{"type": "text", "value": QUESTION}])},
+    "empty columns of a table": {"messages": turns(), "images": None, "prompt": None, "system": None},
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS_OF_TEXT)
+def test_a_text_conversation_is_the_same_in_every_spelling(name: str) -> None:
+    expected = PLAIN
+    if name == "Alpaca in two columns":
+        expected = [{"role": "user", "content": [text("What\nis it?")]}, PLAIN[1]]
+    assert convert(SPELLINGS_OF_TEXT[name]) == {"conversation": expected}
+
+
+MARKED = f"<image>{QUESTION}"
+SPELLINGS_OF_AN_IMAGE = {
+    "images": {"messages": turns(MARKED), "images": ["cat.png"]},
+    "image": {"messages": turns(MARKED), "image": "cat.png"},
+    "dict with path": {"messages": turns(MARKED), "images": [{"path": "cat.png", "bytes": None}]},
+    "LLaVA": {"conversations": from_value(f"<image>\n{QUESTION}"), "image": "cat.png"},
+    "TRL": {"messages": turns([{"type": "image"}, text(QUESTION)], [text(ANSWER)]), "images": ["cat.png"]},
+    "TRL in a table": {
+        "messages": turns([{"type": "image", "text": None}, {"type": "text", "text": QUESTION}]),
+        "images": ["cat.png"],
+    },
+    "TRL prompt": {
+        "prompt": turns([{"type": "image"}, text(QUESTION)])[:1],
+        "completion": turns()[1:],
+        "images": ["cat.png"],
+    },
+    "part with image": {"messages": turns([{"type": "image", "image": "cat.png"}, text(QUESTION)])},
+    "part with path": {"messages": turns([{"type": "image", "path": "cat.png"}, text(QUESTION)])},
+    "part with url": {"messages": turns([{"type": "image", "url": "cat.png"}, text(QUESTION)])},
+    "part without type": {"messages": turns([{"image": "cat.png"}, {"text": QUESTION}])},
+    "image_url": {
+        "messages": turns([{"type": "image_url", "image_url": {"url": "cat.png"}}, text(QUESTION)])
+    },
+    "image_url as text": {"messages": turns([{"type": "image_url", "image_url": "cat.png"}, text(QUESTION)])},
+    "Alpaca with images": {"instruction": MARKED, "output": ANSWER, "images": ["cat.png"]},
+    "ms-swift with images": {"query": MARKED, "response": ANSWER, "images": ["cat.png"]},
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS_OF_AN_IMAGE)
+def test_a_conversation_about_an_image_is_the_same_in_every_spelling(name: str) -> None:
+    assert convert(SPELLINGS_OF_AN_IMAGE[name]) == {"conversation": OF_IMAGE}
+
+
+def png() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (4, 4), "red").save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image", "base64": base64.b64encode(png()).decode()},
+        {"type": "image", "image": f"data:image/png;base64,{base64.b64encode(png()).decode()}"},
+        {
+            "type": "image_url",
+            "image_url": {"url": f"data:image/png;base64,{base64.b64encode(png()).decode()}"},
+        },
+        {"type": "image", "bytes": png()},
+    ],
+)
+def test_encoded_images_of_parts_become_bytes(part: dict[str, Any]) -> None:
+    (found, _) = convert({"messages": turns([part, text(QUESTION)])})["conversation"][0]["content"]
+    assert found == {"type": "image", "image": png()}
+
+
+def test_history_and_a_system_column_come_before_the_question() -> None:
+    row = {"query": QUESTION, "response": ANSWER, "history": [["Hi", "Hello"]], "system": "Be brief."}
+    example = convert(row)["conversation"]
+    assert [turn["role"] for turn in example] == ["system", "user", "assistant", "user", "assistant"]
+    assert example[0]["content"] == [text("Be brief.")]
+    assert example[1]["content"] == [text("Hi")]
+
+
+def test_the_system_prompt_of_a_dataset_is_for_rows_without_one() -> None:
+    system = {"role": "system", "content": "Mine."}
+    assert convert({"messages": turns()}, system="Be brief.")["conversation"][0]["content"] == [
+        text("Be brief.")
+    ]
+    own = convert({"messages": [system, *turns()]}, system="Be brief.")["conversation"]
+    assert [turn["role"] for turn in own] == ["system", "user", "assistant"]
+    assert own[0]["content"] == [text("Mine.")]
+
+
+TOOL = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "cat"}}}
+TOOL_EXAMPLE = {
+    "conversation": [
+        {"role": "user", "content": [text(QUESTION)]},
+        {"role": "assistant", "content": [text("")], "tool_calls": [CALL]},
+        {"role": "tool", "content": [text("fur")]},
+        {"role": "assistant", "content": [text(ANSWER)]},
+    ],
+    "tools": [{"type": "function", "function": TOOL}],
+}
+CALL_TEXT = json.dumps({"name": "look", "arguments": {"at": "cat"}})
+OPENAI_CALL = {"type": "function", "function": {"name": "look", "arguments": json.dumps({"at": "cat"})}}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {
+            "messages": [
+                turns()[0],
+                {"role": "assistant", "content": None, "tool_calls": [OPENAI_CALL]},
+                {"role": "tool", "content": "fur"},
+                turns()[1],
+            ],
+            "tools": [{"type": "function", "function": TOOL}],
+        },
+        {
+            "messages": [
+                turns()[0],
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "content": "fur"},
+                turns()[1],
+            ],
+            "tools": json.dumps([TOOL]),
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": QUESTION},
+                {"from": "function_call", "value": CALL_TEXT},
+                {"from": "observation", "value": "fur"},
+                {"from": "gpt", "value": ANSWER},
+            ],
+            "tools": json.dumps([TOOL]),
+        },
+        {
+            "messages": [
+                {"role": "user", "content": QUESTION},
+                {"role": "tool_call", "content": CALL_TEXT},
+                {"role": "tool_response", "content": "fur"},
+                {"role": "assistant", "content": ANSWER},
+            ],
+            "tools": [TOOL],
+        },
+    ],
+    ids=["OpenAI", "tools as JSON text", "ShareGPT", "ms-swift"],
+)
+def test_tool_calls_are_the_same_in_every_spelling(row: dict[str, Any]) -> None:
+    assert convert(row) == TOOL_EXAMPLE
+
+
+def test_consecutive_calls_are_one_turn_with_several_calls() -> None:
+    calls = [{"from": "function_call", "value": CALL_TEXT}] * 2
+    row = {"conversations": [*from_value()[:1], *calls, {"from": "observation", "value": "fur"}]}
+    assert convert(row)["conversation"][1]["tool_calls"] == [CALL, CALL]
+
+
+def test_media_in_tool_results_take_the_next_entries() -> None:
+    row = {
+        "messages": [turns()[0], {"role": "tool", "content": "<image>found"}, turns()[1]],
+        "images": ["cat.png"],
+    }
+    assert convert(row)["conversation"][1]["content"] == [
+        {"type": "image", "image": "cat.png"},
+        text("found"),
+    ]
+
+
+def test_media_that_no_text_mentions_come_first_if_the_dataset_says_so() -> None:
+    row = {"messages": turns(), "images": ["cat.png"]}
+    assert convert(row, media_position="first") == {"conversation": OF_IMAGE}
+    ledger = Ledger()
+    convert_row(row, RowFormat(), key="a/0", dataset="a", record=ledger.record)
+    assert [drop.reason for drop in ledger] == ["surplus_media"]
+
+
+def test_weights_of_rows_datasets_and_turns_are_kept() -> None:
+    row = {"messages": [{**turns()[0]}, {**turns()[1], "loss": False}], "weight": 0.5}
+    conversation = parse_conversation(convert(row, weight=4.0))
+    assert conversation.weight == 2
+    assert [message.weight for message in conversation.messages] == [1, 0]
+
+
+@pytest.mark.parametrize(("policy", "left"), [("keep", "<think>Hm.</think>\n\nA cat."), ("drop", "A cat.")])
+def test_reasoning_is_kept_or_removed(policy: str, left: str) -> None:
+    row = {"messages": turns(answer="<think>Hm.</think>\n\nA cat.")}
+    answer = convert(row, reasoning=policy)["conversation"][1]
+    assert answer["content"] == [text(left)]
+    with_field = {"messages": [turns()[0], {**turns()[1], "reasoning_content": "Hm."}]}
+    assert ("reasoning_content" in convert(with_field, reasoning=policy)["conversation"][1]) == (
+        policy == "keep"
+    )
+
+
+def test_what_nothing_reads_is_listed() -> None:
+    row = {"messages": turns(), "id": 7, "source": "web", "images": None}
+    assert layout_of(row, RowFormat()).unused == ("id", "source")
+    assert layout_of(
+        {"prompt": "a", "completion": "b", "messages": None, "score": 1}, RowFormat()
+    ).unused == ("score",)
+
+
+PNG64 = base64.b64encode(png()).decode()
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": turns([{"type": "figure", "figure": 3}])}, "wrong_format"),
+        ({"messages": turns([{"type": "image"}, text(QUESTION)])}, "media_mismatch"),
+        ({"messages": turns([{"type": "image", "base64": "no base64!"}])}, "broken_media"),
+        ({"messages": turns([{"type": "image", "base64": 3}])}, "wrong_format"),
+        ({"messages": turns([{"type": "image", "image": "data:image/png,abc"}])}, "wrong_format"),
+        ({"messages": turns([{"type": "image", "url": "https://host/a.png"}])}, "not_allowed"),
+        ({"messages": turns(MARKED), "images": ["http://host/a.png"]}, "not_allowed"),
+        ({"messages": turns(), "tools": "[{"}, "wrong_format"),
+        ({"messages": turns(), "tools": 3}, "wrong_format"),
+        ({"messages": [{"role": "function_call", "content": "no JSON"}]}, "wrong_format"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"arguments": {}}]}]}, "wrong_format"),
+        ({"messages": turns(), "weight": -1}, "wrong_format"),
+        ({"messages": turns(), "weight": "heavy"}, "wrong_format"),
+        ({"query": "a", "response": "b", "history": ["x"]}, "wrong_format"),
+        ({"messages": turns(), "system": 3}, "wrong_format"),
+        ({"messages": "no list"}, "wrong_format"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference_data"),
+        ({"messages": turns(), "rejected_response": "c"}, "preference_data"),
+        ({"prompt": "a", "completion": "b", "label": False}, "preference_data"),
+    ],
+)
+def test_bad_input_is_a_bad_sample_with_key_and_reason(row: dict[str, Any], reason: str) -> None:
+    with raises_bad_sample(reason, key="a/0", stage="convert"):
+        convert(row)
+
+
+@pytest.mark.parametrize("weight", [-1, "2", float("nan"), float("inf")])
+def test_a_wrong_weight_of_a_turn_is_a_bad_sample(weight: Any) -> None:
+    row = {"messages": [turns()[0], {**turns()[1], "weight": weight}]}
+    with raises_bad_sample("wrong_format", key="a/0"):
+        parse_conversation(
+            convert_row(row, RowFormat(), key="a/0", dataset="a", record=Ledger().record), "a/0"
+        )
+
+
+def test_addresses_of_the_web_are_taken_if_the_dataset_allows_them() -> None:
+    row = {"messages": turns([{"type": "image", "url": "https://host/a.png"}])}
+    part = convert(row, allow_http=True)["conversation"][0]["content"][0]
+    assert part == {"type": "image", "image": "https://host/a.png"}
+
+
+def test_base64_data_is_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACKHORSE_MAX_BASE64_CHARS", str(len(PNG64) - 1))
+    with raises_bad_sample("media_too_large", match="PACKHORSE_MAX_BASE64_CHARS"):
+        convert({"messages": turns([{"type": "image", "base64": PNG64}])})
+
+
+def test_paths_in_typed_parts_obey_confine(tmp_path: Path) -> None:
+    row = {"messages": turns([{"type": "image", "path": "../x.png"}])}
+    with raises_bad_sample("outside_media_dir"):
+        convert(row, media_dir=str(tmp_path), confine=True)
+    with raises_bad_sample("outside_media_dir"):
+        convert(
+            {"messages": turns([{"type": "image", "url": "file:///etc/passwd"}])},
+            media_dir=str(tmp_path),
+            confine=True,
+        )
+
+
+def test_a_row_of_no_known_format_shows_its_fields_and_the_closest_names() -> None:
+    with pytest.raises(BadSample) as caught:
+        convert({"mesages": turns(), "id": 3})
+    assert caught.value.key == "a/0"
+    for part in ("mesages, id", "did you mean 'messages'?", "columns={'messages': …}"):
+        assert part in caught.value.detail
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("format", "chat"), ("reasoning", "hide"), ("media_position", "last"), ("weight", -1.0)],
+)
+def test_a_wrong_setting_of_a_format_is_named(setting: str, value: Any) -> None:
+    with raises_config(setting, value):
+        RowFormat.of(**{setting: value})
