@@ -108,8 +108,7 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
     if isinstance(source, Mapping):
         meta = dict(source)
     elif is_data_file(path):
-        name = os.path.basename(path).partition(".")[0] or "train"
-        meta = {name: {"file_name": path, "media_dir": _folder(path) or "."}}
+        meta = meta_of_file(path)
         path = "meta"  # the paths are relative to the working directory
     else:
         meta = _parse_meta(path)
@@ -123,6 +122,12 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
     if twice:
         raise ConfigError(f"dataset_names has {', '.join(twice)} twice; to repeat it set its sample_ratio")
     return [_dataset_config(path, name, meta[name]) for name in names]
+
+
+def meta_of_file(path: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the content of a meta file with one dataset, the rows of a data file."""
+    name = os.path.basename(path).partition(".")[0] or "train"
+    return {name: {"file_name": path, "media_dir": _folder(path) or ".", **(options or {})}}
 
 
 def open_dataset_rows(config: DatasetConfig, index_dir: str | None = None) -> RowFile:

@@ -66,6 +66,11 @@ class LoaderConfig:
         data: a data file, a meta file, a dict with its content, or examples: a list, a Hugging Face dataset,
             anything with ``len`` and ``[index]`` that returns ``{"conversation": [...]}``.
         dataset_names: use only these datasets of a meta file.
+        columns: names of the fields of the rows, if ``data`` is a data file or in memory: ``messages``,
+            ``prompt``, ``response``, ``images``, ``tools``, … The usual names are found without it.
+        tags: names of the fields and roles of turns, likewise: ``role_tag``, ``content_tag``, ``user_tag``, …
+        dataset_options: any setting of a dataset in a meta file, likewise: ``format``, ``media_dir``,
+            ``system``, ``reasoning``, ``chat_template_kwargs``, ``allow_http``, …
         mode: ``"pack"`` fills packs; ``"pad"`` batches samples of similar length.
         pack_size: maximum tokens of a pack (``"pad"``: of a sample), after the label shift.
         batch_size: packs (or samples) per rank and micro-step.
@@ -108,6 +113,9 @@ class LoaderConfig:
 
     data: Data
     dataset_names: Sequence[str] | None = None
+    columns: Mapping[str, str] | None = None
+    tags: Mapping[str, str] | None = None
+    dataset_options: Mapping[str, Any] | None = None
     mode: Mode = "pack"
     pack_size: int = 8192
     batch_size: int = 1
@@ -194,6 +202,12 @@ class LoaderConfig:
                 settings[name] = os.path.join(folder, value)
         return cls.from_dict(settings)
 
+    @property
+    def row_options(self) -> dict[str, Any]:
+        """The settings of rows: ``dataset_options`` with ``columns`` and ``tags``."""
+        named = {"columns": self.columns, "tags": self.tags}
+        return {**(self.dataset_options or {}), **{name: value for name, value in named.items() if value}}
+
     def of_all_ranks(self) -> str:
         """Return the settings that all ranks must share, in addition to those that the plan depends on."""
         names = ("mode", "batch_size", "gradient_accumulation_steps", "placeholder", "shard_data")
@@ -244,6 +258,9 @@ def load(  # noqa: D417 (the settings are documented once, in LoaderConfig)
     group: ProcessGroup | None = None,
     counts: CountColumns | None = None,
     dataset_names: Sequence[str] | None = None,
+    columns: Mapping[str, str] | None = None,
+    tags: Mapping[str, str] | None = None,
+    dataset_options: Mapping[str, Any] | None = None,
     mode: Mode = "pack",
     pack_size: int = 8192,
     batch_size: int = 1,

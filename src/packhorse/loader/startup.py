@@ -49,9 +49,17 @@ from packhorse.families.models import (
 )
 from packhorse.families.qwen_vl import RopeIndex, rope_index
 from packhorse.formats.conversation import parse_conversation
-from packhorse.formats.meta import DATA_SUFFIXES, MetaDataset, open_meta_dataset
+from packhorse.formats.in_memory import ConvertedRows, open_examples
+from packhorse.formats.meta import (
+    DATA_SUFFIXES,
+    MetaDataset,
+    is_data_file,
+    meta_of_file,
+    open_meta_dataset,
+    row_format,
+)
 from packhorse.ledger import Ledger
-from packhorse.loader.config import Data, LoaderConfig
+from packhorse.loader.config import LoaderConfig
 from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.planner import Planner
 from packhorse.media.source import is_address
@@ -67,7 +75,7 @@ _BLOCK = 256
 _COUNT, _READ_COUNTS = "count the tokens", "read the count files"
 _EXPECTED = (
     "a data file (.jsonl, .parquet, a JSON array), a meta file (JSON that names data files), a dict with its "
-    "content, or examples with len() and [index] (a list, a Hugging Face dataset that is not streamed)"
+    "content, or rows with len() and [index] (a list, a Hugging Face dataset that is not streamed)"
 )
 _OTHER_FILES = (".arrow", ".tar", ".tar.gz", ".tgz", ".zip", ".csv", ".tsv", ".xlsx")
 
@@ -144,8 +152,8 @@ def open_data(
     run("check the processor", partial(_check_processor, encoder.processor, model))
     selection = ledger if config.shard_data or ranks.world.rank == 0 else Ledger()
     shard = ranks.world if config.shard_data else None
-    dataset = run("open the data", partial(open_dataset, config.data, config.dataset_names, selection, shard))
-    if isinstance(dataset, MetaDataset) and dataset.ledger is selection:
+    dataset = run("open the data", partial(open_dataset, config, selection, shard))
+    if isinstance(dataset, MetaDataset | ConvertedRows) and dataset.ledger is selection:
         dataset.ledger = ledger  # remarks on a row are entries of the rank that delivers it
     return OpenedData(dataset, encoder, model, ledger)
 
@@ -320,28 +328,31 @@ def attn_backend(config: LoaderConfig, model: ModelInfo) -> str:
 # The rows.
 
 
-def open_dataset(data: Data, names: Sequence[str] | None, ledger: Ledger, shard: World | None = None) -> Any:
-    """Open the rows of a meta file, or check a sequence of examples; there must be at least one.
+def open_dataset(config: LoaderConfig, ledger: Ledger, shard: World | None = None) -> Any:
+    """Open the rows of a meta file, or rows in memory as examples; there must be at least one.
 
-    Uses only the datasets of a meta file in ``names``, and only this rank's rows with ``shard``. ``ledger``
-    gets an entry for each row that is not selected.
+    Uses only this rank's rows with ``shard``. ``ledger`` gets an entry for each row that is not selected, and
+    for fields that are not used.
     """
+    data, names = config.data, config.dataset_names
     if isinstance(data, Mapping) and data and all(hasattr(part, "column_names") for part in data.values()):
         raise ConfigError(
             f"data has the splits {', '.join(data)}: choose one, for example data['{next(iter(data))}']"
         )
     dataset: Rows
     if isinstance(data, str | PathLike | Mapping):
-        meta = dict(data) if isinstance(data, Mapping) else str(data)
-        if isinstance(meta, str):
-            _check_is_file(meta)
+        if isinstance(data, str | PathLike):
+            _check_is_file(str(data))
+        meta = meta_of(config)
         options: dict[str, Any] = {}
         if shard is not None:
             options = {"shard_data": True, "rank": shard.rank, "world_size": shard.size, "remainder": "keep"}
         dataset = open_meta_dataset(meta, names, ledger=ledger, **options)
     else:
-        _check_examples(data, names, shard)
-        dataset = data if shard is None else Shard(data, shard)
+        _check_examples(data, names)
+        dataset = _open_rows(config, ledger)
+        if shard is not None:
+            dataset = Shard(dataset, shard)
     if not len(dataset):
         name = f"{data}: " if isinstance(data, str | PathLike) else ""
         where = f" for {shard}: it has fewer rows than ranks" if shard is not None else ""
@@ -349,24 +360,42 @@ def open_dataset(data: Data, names: Sequence[str] | None, ledger: Ledger, shard:
     return dataset
 
 
-def _check_examples(data: Any, names: Sequence[str] | None, shard: World | None) -> None:
-    """Raise if ``data`` is no sequence of conversations; looks at the first one."""
+def meta_of(config: LoaderConfig) -> str | dict[str, Any]:
+    """Return the meta file of a configuration, or its content; a data file with options is one dataset."""
+    data, options = config.data, config.row_options
+    if isinstance(data, Mapping):
+        meta: str | dict[str, Any] = dict(data)
+    else:
+        meta = str(data)
+        if options and is_data_file(meta):
+            return meta_of_file(meta, options)
+    if options:
+        raise ConfigError(
+            f"{', '.join(options)}: data is a meta file; write these settings into its entries",
+            setting="dataset_options",
+            value=sorted(options),
+        )
+    return meta
+
+
+def _open_rows(config: LoaderConfig, ledger: Ledger) -> Rows:
+    """Return the examples of rows in memory."""
+    data: Any = config.data
+    if isinstance(data, MetaDataset):
+        return data
+    options = config.row_options
+    return open_examples(data, row_format(options) if options else None, ledger)
+
+
+def _check_examples(data: Any, names: Sequence[str] | None) -> None:
+    """Raise if ``data`` is no sequence of rows."""
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise ConfigError(
-            f'data is a {type(data).__name__}: expected {_EXPECTED}. Write data="meta.json", or '
-            'data=[{"conversation": […]}, …]'
+            f'data is a {type(data).__name__}: expected {_EXPECTED}. Write data="train.jsonl", or '
+            'data=[{"messages": […]}, …]'
         )
     if names is not None:
         raise ConfigError("dataset_names= needs a meta file, but data is a sequence of examples")
-    if len(data) and shard is None and not isinstance(data, MetaDataset):
-        with data_errors() as outcome:
-            first = data[0]
-        if outcome.error is None and (not isinstance(first, Mapping) or "conversation" not in first):
-            found = ", ".join(first) if isinstance(first, Mapping) else type(first).__name__
-            raise ConfigError(
-                f"examples need a 'conversation' (found: {found}): see docs/reference/data.md. Write a "
-                "Hugging Face dataset to Parquet and pass that file: docs/how-to/finetune_hf_dataset.md"
-            )
 
 
 def _check_is_file(path: str) -> None:
@@ -448,7 +477,7 @@ def _count_meta(config: LoaderConfig, opened: OpenedData, ranks: Collectives, lo
         return None  # without a store rank 0 counts alone
     rows, names = f"{len(opened.dataset):,}", config.dataset_names
     logger.info("counting the tokens of %s rows; `packhorse count` does this ahead of a run", rows)
-    meta = dict(config.data) if isinstance(config.data, Mapping) else str(config.data)
+    meta = meta_of(config)
     with Progress("counting tokens") as progress:
         report = count_meta(meta, opened.encoder, dataset_names=names, engine=engine, progress=progress)
     logger.info("counted %s rows in %.1f s", f"{report.counted_rows:,}", report.seconds)

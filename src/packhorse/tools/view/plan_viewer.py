@@ -133,9 +133,7 @@ class PlanViewer:
     ) -> None:
         self.saved, self.plan, self.report = saved, saved.plan, saved.report
         config = saved.request.config
-        self.dataset: MetaDataset = (
-            open_dataset(config.data, config.dataset_names, Ledger()) if opened is None else opened.dataset
-        )
+        self.dataset: MetaDataset = open_dataset(config, Ledger()) if opened is None else opened.dataset
         if len(self.dataset) != self.plan.samples:
             raise ConfigError(
                 f"the plan was made for {self.plan.samples:,} rows, but {config.data} now has "
