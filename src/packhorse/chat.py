@@ -281,7 +281,8 @@ def pad_token_id(processor: Processor) -> int:
     if pad is None:
         raise ConfigError(
             f"{type(tokenizer).__name__} has no pad token, so short rows cannot be padded: set "
-            "tokenizer.pad_token (to tokenizer.eos_token, say)"
+            "tokenizer.pad_token (to tokenizer.eos_token, say)",
+            setting="tokenizer.pad_token",
         )
     return int(pad)
 
@@ -459,13 +460,14 @@ def shift_tokens(batch: Mapping[str, Any], media: Container[str] = ()) -> dict[s
         ConfigError: there are no labels, or a token tensor has another length than they.
     """
     if "labels" not in batch:
-        raise ConfigError(f"cannot shift without 'labels', only {', '.join(batch)}")
+        raise ConfigError(f"cannot shift without 'labels', only {', '.join(batch)}", setting="labels")
     shifted = dict(batch)
     length = batch["labels"].shape[-1]
     for key in token_keys(batch, media):
         shape = tuple(batch[key].shape)
         if shape[-1] != length or len(shape) > (3 if key == "position_ids" else 2):
-            raise ConfigError(f"'{key}' is {shape}, expected one entry for each of {length} labels")
+            what = f"'{key}' is {shape}, expected one entry for each of {length} labels"
+            raise ConfigError(what, setting=key, value=shape)
         shifted[key] = batch[key][..., 1:] if key in ("labels", "loss_weights") else batch[key][..., :-1]
     return shifted
 

@@ -90,7 +90,8 @@ def check_present(examples: Sequence[Any]) -> None:
     if missing:
         raise ConfigError(
             f"sample {missing[0]} of the batch is None, as a dataset with on_bad='skip' gives it: wrap the "
-            "collate function, collate_fn=dataset.robust_collate(collate_fn)"
+            "collate function, collate_fn=dataset.robust_collate(collate_fn)",
+            setting="collate_fn",
         )
 
 

@@ -119,12 +119,11 @@ class PackedDatasetWrapper(ReplacingDataset):
         )
         if on_overflow not in (None, *get_args(OnOverflow)):
             choices = get_args(OnOverflow)
-            raise ConfigError(
-                f"on_overflow={on_overflow!r}: expected one of {', '.join(choices)}"
-                f"{suggest(on_overflow, choices)}"
-            )
-        if pack_size < 1 or sequence_alignment < 1:
-            raise ConfigError(f"{pack_size=}, {sequence_alignment=}: expected at least 1")
+            expected = f"expected one of {', '.join(choices)}{suggest(on_overflow, choices)}"
+            raise ConfigError.of("on_overflow", on_overflow, expected)
+        for name, number in (("pack_size", pack_size), ("sequence_alignment", sequence_alignment)):
+            if number < 1:
+                raise ConfigError.of(name, number, "expected at least 1")
         self.inner_dataset, self.bins, self.pack_size = inner_dataset, bins, pack_size
         self.plan: PackPlan | None = bins if isinstance(bins, PackPlan) else None
         self.padding_idx, self.get_rope_index = padding_idx, get_rope_index
@@ -253,9 +252,12 @@ class PackedDatasetWrapper(ReplacingDataset):
 
 def not_encoded(dataset: Any) -> ConfigError:
     """Return the error for a dataset of raw examples."""
+    name = type(dataset).__name__
     return ConfigError(
-        f"the samples of a {type(dataset).__name__} have no 'input_ids', but packs need encoded samples: "
-        "pack PreTokenizedDatasetWrapper(dataset, processor)"
+        f"the samples of a {name} have no 'input_ids', but packs need encoded samples: pack "
+        "PreTokenizedDatasetWrapper(dataset, processor)",
+        setting="dataset",
+        value=name,
     )
 
 
@@ -360,13 +362,12 @@ def neat_pack_dataset_vlm(
         BadSample: ``on_bad="raise"``, and a row could not be counted.
     """
     if not 0 < packing_ratio <= 1:
-        raise ConfigError(f"{packing_ratio=}: expected more than 0 and at most 1")
+        raise ConfigError.of("packing_ratio", packing_ratio, "expected more than 0 and at most 1")
     if max_packs is not None and max_packs < 0:
-        raise ConfigError(f"{max_packs=}: expected 0 or more")
+        raise ConfigError.of("max_packs", max_packs, "expected 0 or more")
     if plan is not None and packing_ratio != 1:
-        raise ConfigError(
-            f"{packing_ratio=} with a plan: the plan has its own capacity, remove packing_ratio"
-        )
+        remedy = "the plan has a capacity of its own, remove packing_ratio"
+        raise ConfigError.of("packing_ratio", packing_ratio, remedy)
     _check_encoded(dataset)
     lengths = sample_lengths(dataset, ds_raw, processor, counts)
     eligibility = check_eligibility(dataset, lengths, pack_size, sequence_alignment, drop_long_samples)
@@ -418,9 +419,8 @@ def _make_plan(
     """Plan packs; a sample that may be longer than the capacity but is not dropped gets its own pack."""
     longest = capacity - capacity % alignment
     if longest < 1:
-        raise ConfigError(
-            f"packs planned with {capacity} of {pack_size} tokens hold no document of {alignment}"
-        )
+        expected = f"expected at most {capacity}, the tokens that packs of {pack_size} are planned with"
+        raise ConfigError.of("sequence_alignment", alignment, expected)
     excluded = eligibility.bad | eligibility.too_long
     lengths = np.where(excluded, pack_size + 1, np.minimum(eligibility.lengths, longest))
     plan = plan_packs(lengths, capacity, alignment=alignment, seed=seed, empty="keep")
@@ -431,12 +431,15 @@ def _read_plan(
     plan: PackPlan | str | os.PathLike[str], eligibility: Eligibility, pack_size: int, alignment: int
 ) -> PackPlan:
     """Return a given plan without the samples that cannot be in a pack; raise if it is for other packs."""
-    name = "the plan" if isinstance(plan, PackPlan) else os.fspath(plan)
+    path = "" if isinstance(plan, PackPlan) else os.fspath(plan)
+    name = path or "the plan"
     plan = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
     lengths = eligibility.lengths
     if plan.samples != len(lengths):
         raise ConfigError(
-            f"{name} has {plan.samples:,} samples, the dataset has {len(lengths):,}: plan this dataset"
+            f"{name} has {plan.samples:,} samples, the dataset has {len(lengths):,}: plan this dataset",
+            setting="plan",
+            path=path,
         )
     plan = plan.without(eligibility.bad, lengths, "sample_failed")
     plan = plan.without(eligibility.too_long, lengths, "too_long")
@@ -448,7 +451,9 @@ def _read_plan(
         raise ConfigError(
             f"pack {over[0]} of {name} has {tokens[over[0]]:,} tokens, for packs of {pack_size:,} "
             f"({len(over):,} of {len(plan):,} packs are too large): plan with "
-            f"plan_packs(pack_lengths(dataset), {pack_size})"
+            f"plan_packs(pack_lengths(dataset), {pack_size})",
+            setting="plan",
+            path=path,
         )
     return plan
 
@@ -541,7 +546,7 @@ class NeatPackConfig:
 
     def __post_init__(self) -> None:
         if self.packing_format not in get_args(PackingFormat):
-            raise ConfigError(f"packing_format={self.packing_format!r}: expected 'neat' or 'thd'")
+            raise ConfigError.of("packing_format", self.packing_format, "expected 'neat' or 'thd'")
 
     def build(
         self,

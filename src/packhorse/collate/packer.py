@@ -54,7 +54,11 @@ def layout_of(key: str, family: Family | None, values: Iterable[Any] = ()) -> Te
     who = "no family declares"
     if family is not None:
         who = f"family '{family.name}' does not declare ({', '.join(table)})"
-    raise ConfigError(f"the samples hold '{key}' (a {value}), which {who}: remove it from the samples")
+    raise ConfigError(
+        f"the samples hold '{key}' (a {value}), which {who}: remove it from the samples",
+        setting=key,
+        value=value,
+    )
 
 
 def _named_layout(key: str) -> TensorLayout:
@@ -128,7 +132,9 @@ def _media_tensor(key: str, value: Any, sample: Mapping[str, Any], family: Famil
         each = "sample" if layout.owner == "sample" else " or ".join(layout.kinds)
         raise ConfigError(
             f"'{key}' of a sample is a list of {len(items)} tensors, expected {expected}: one per {each}."
-            " Join them along axis 0 if they are something else"
+            " Join them along axis 0 if they are something else",
+            setting=key,
+            value=len(items),
         )
     return join(key, items if layout.owner == "rows" else [item.unsqueeze(0) for item in items], family)
 
@@ -140,7 +146,8 @@ def _only_layout(key: str, sample: Mapping[str, Any]) -> TensorLayout:
     if len({layout.owner for layout in layouts}) != 1:
         raise ConfigError(
             f"'{key}' of a sample is a list of tensors, which families join in different ways: join it along "
-            "axis 0, or use a dataset with a family (PreTokenizedDatasetWrapper)"
+            "axis 0, or use a dataset with a family (PreTokenizedDatasetWrapper)",
+            setting=key,
         )
     return layouts.pop()
 
@@ -149,8 +156,9 @@ def _as_tensor(key: str, value: Any) -> torch.Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
+        name = type(value).__name__
         raise ConfigError(
-            f"'{key}' of a sample is a {type(value).__name__} that cannot become a tensor: {error}"
+            f"'{key}' of a sample is a {name} that cannot become a tensor: {error}", setting=key, value=name
         ) from error
 
 
@@ -217,7 +225,7 @@ def _check_ragged(key: str, parts: Sequence[torch.Tensor], family: Family | None
     why = "all but the first axis must be the same (the family does not declare it ragged)"
     if len(axes) > 1:
         why = "they differ in their number of axes"
-    raise ConfigError(f"'{key}' has shapes {shapes} in one batch: {why}")
+    raise ConfigError(f"'{key}' has shapes {shapes} in one batch: {why}", setting=key, value=shapes)
 
 
 def _count_items(
@@ -244,7 +252,9 @@ def check_tokens(sample: Sample, where: str) -> None:
         if value.shape[-1] != len(sample) or value.dim() > (2 if key == "position_ids" else 1):
             shape = tuple(value.shape)
             raise ConfigError(
-                f"{where}: '{key}' is {shape}, expected one entry for each of {len(sample)} tokens"
+                f"{where}: '{key}' is {shape}, expected one entry for each of {len(sample)} tokens",
+                setting=key,
+                value=shape,
             )
 
 
@@ -298,15 +308,14 @@ class Packer:
                 only some samples have positions or loss weights.
         """
         if not samples:
-            raise ConfigError("a pack has no samples: expected at least one")
+            raise ConfigError("a pack has no samples: expected at least one", setting="samples", value=0)
         _check_all_or_none(samples)
         rows = [_document(sample, number) for number, sample in enumerate(samples, 1)]
         lengths = [len(sample) for sample in samples]
         padded = [self.padded_length(length) for length in lengths]
         if sum(padded) > self.pack_size:
-            raise ConfigError(
-                f"documents of {padded} tokens, {sum(padded)} together, in a pack of {self.pack_size}"
-            )
+            expected = f"expected at least {sum(padded)}, for documents of {padded} tokens"
+            raise ConfigError.of("pack_size", self.pack_size, expected)
         joined = {}
         for key in dict.fromkeys(key for row in rows for key in row):
             columns = (row.get(key, torch.zeros_like(row["input_ids"])) for row in rows)
@@ -339,14 +348,16 @@ def _check_all_or_none(samples: Sequence[Sample]) -> None:
         missing = [sample for sample in samples if getattr(sample, field) is None]
         if 0 < len(missing) < len(samples):
             name = missing[0].key or f"sample {samples.index(missing[0])}"
-            raise ConfigError(f"{name} has no '{field}', but others of its pack have: expected all or none")
+            raise ConfigError(
+                f"{name} has no '{field}', but others of its pack have: expected all or none", setting=field
+            )
 
 
 def _document(sample: Sample, number: int) -> dict[str, torch.Tensor]:
     """Return the tensors per token of one document, its number in place of the mask."""
     where = f"sample {number - 1} of the pack"
     if sample.labels is None:
-        raise ConfigError(f"{where} has no labels, only {', '.join(sample.per_token)}")
+        raise ConfigError(f"{where} has no labels, only {', '.join(sample.per_token)}", setting="labels")
     check_tokens(sample, where)
     row = sample.per_token
     ids, mask = row["input_ids"], row.get("attention_mask")
@@ -379,11 +390,11 @@ def stack_tokens(
         given = [row.get(key) for row in rows]
         axes = {tuple(value.shape[:-1]) for value in given if value is not None}
         if len(axes) > 1:
-            raise ConfigError(
-                f"'{key}' has leading axes {sorted(axes)} in one batch, expected the same in all"
-            )
+            what = f"'{key}' has leading axes {sorted(axes)} in one batch, expected the same in all"
+            raise ConfigError(what, setting=key, value=sorted(axes))
         if key in _ALL_OR_NONE and any(value is None for value in given):
-            raise ConfigError(f"only some samples of the batch have '{key}': expected all or none")
+            what = f"only some samples of the batch have '{key}': expected all or none"
+            raise ConfigError(what, setting=key)
         (lead,) = axes
         dtype = reduce(torch.promote_types, (value.dtype for value in given if value is not None))
         whole = torch.full((*lead, len(rows), width), fill_value(key, padding_idx), dtype=dtype)
@@ -473,7 +484,8 @@ def _build_packed_vlm_sample(
     typed = [to_sample(sample, family) for sample in samples]
     for index, sample in enumerate(typed):
         if has_mrope and sample.position_ids is None:
-            raise ConfigError(f"sample {index} of the pack has no position_ids; with mRoPE each needs them")
+            what = f"sample {index} of the pack has no position_ids; with mRoPE each needs them"
+            raise ConfigError(what, setting="position_ids")
     if not has_mrope:
         typed = [replace(sample, position_ids=None) for sample in typed]
     return pack_to_dict(packer.join(typed), family)

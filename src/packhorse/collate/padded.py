@@ -84,7 +84,7 @@ def _read(examples: Sequence[Mapping[str, Any]], family: Family, *, needs_labels
         if missing:
             detail = f"sample {index} of the batch has no {missing[0]}, only {', '.join(example)}"
             hint = ": raw examples need the function that packhorse.collate_fns.COLLATE_FNS has"
-            raise ConfigError(detail + (hint if "conversation" in example else ""))
+            raise ConfigError(detail + (hint if "conversation" in example else ""), setting=missing[0])
     keyed = zip(examples, keys_of(examples), strict=True)
     return [to_sample(example, family, key, strict=True) for example, key in keyed]
 
@@ -164,7 +164,8 @@ def _one_row_each(key: str, tensors: Sequence[torch.Tensor | None]) -> list[torc
     like = next(tensor for tensor in tensors if tensor is not None)
     wrong = [tuple(t.shape) for t in tensors if t is not None and (t.dim() == 0 or len(t) != 1)]
     if wrong:
-        raise ConfigError(f"'{key}' of a sample has shape {wrong[0]}, expected one entry along axis 0")
+        what = f"'{key}' of a sample has shape {wrong[0]}, expected one entry along axis 0"
+        raise ConfigError(what, setting=key, value=wrong[0])
     return [torch.zeros_like(like) if tensor is None else tensor for tensor in tensors]
 
 

@@ -66,9 +66,12 @@ def default_collate_fn(
     if not examples:
         return {}
     if not hasattr(processor, "apply_chat_template"):
+        name = type(processor).__name__
         raise ConfigError(
-            f"{type(processor).__name__} has no apply_chat_template: use the function that "
-            "packhorse.collate_fns.COLLATE_FNS has for it, or pad_collate_fn on encoded samples"
+            f"the processor, a {name}, has no apply_chat_template: use the function that "
+            "packhorse.collate_fns.COLLATE_FNS has for it, or pad_collate_fn on encoded samples",
+            setting="processor",
+            value=name,
         )
     encoder = Encoder(processor)
     if can_encode(encoder) and _post_tokenize_hook is None:

@@ -60,7 +60,8 @@ def read_examples(
         if "input_ids" in example and "conversation" not in example:
             raise ConfigError(
                 f"sample {index} of the batch has input_ids and no conversation: these samples are already "
-                "encoded, use pad_collate_fn"
+                "encoded, use pad_collate_fn",
+                setting="conversation",
             )
     encoder.check_template()
     read = []

@@ -112,7 +112,8 @@ def _inject_thinking_prefix_tokens(batch: Mapping[str, Any], tokenizer: Tokenize
     if pad is None and len(set(map(len, insertions))) > 1:
         raise ConfigError(
             "the tokenizer has no pad token, and rows with more answers become longer: set "
-            "tokenizer.pad_token"
+            "tokenizer.pad_token",
+            setting="tokenizer.pad_token",
         )
     spans = [_visible_span(row) for row in batch.get("attention_mask", torch.ones_like(ids))]
     keys = [

@@ -112,7 +112,11 @@ def _rows(
     input_ids_batch: torch.Tensor, conversations: Sequence[Turns]
 ) -> Iterator[tuple[int, list[int], Turns]]:
     if len(input_ids_batch) != len(conversations):
-        raise ConfigError(f"{len(input_ids_batch)} rows of ids for {len(conversations)} conversations")
+        raise ConfigError(
+            f"{len(input_ids_batch)} rows of ids for {len(conversations)} conversations",
+            setting="conversations",
+            value=len(conversations),
+        )
     for row, turns in enumerate(conversations):
         yield row, input_ids_batch[row].tolist(), turns
 

@@ -76,9 +76,8 @@ class ReplacingDataset(Dataset[Any]):
     ) -> None:
         if on_bad not in get_args(OnBad):
             choices = get_args(OnBad)
-            raise ConfigError(
-                f"on_bad={on_bad!r}: expected one of {', '.join(choices)}{suggest(on_bad, choices)}"
-            )
+            expected = f"expected one of {', '.join(choices)}{suggest(on_bad, choices)}"
+            raise ConfigError.of("on_bad", on_bad, expected)
         self.dataset, self.max_retries, self.on_bad, self.seed = dataset, max_retries, on_bad, seed
         self.max_consecutive_bad = max_consecutive_bad
         if ledger is None:

@@ -79,9 +79,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
             ledger=ledger,
         )
         if truncate and max_length is None:
-            raise ConfigError(
-                "truncate=True without max_length: set max_length to the most tokens a sample may have"
-            )
+            raise ConfigError.of("truncate", True, "set max_length to the most tokens a sample may have")
         self.encoder = Encoder.of(processor)
         self.processor, self.family = self.encoder.processor, self.encoder.family
         self.max_length, self.truncate = max_length, truncate
@@ -98,7 +96,8 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         if example is None:
             raise ConfigError(
                 f"the dataset returns None for sample {idx}: pass the dataset itself, not a "
-                "RobustDatasetWrapper around it; PreTokenizedDatasetWrapper has its own on_bad"
+                "RobustDatasetWrapper around it; PreTokenizedDatasetWrapper has its own on_bad",
+                setting="dataset",
             )
         return self.encode(example, key)
 
@@ -219,12 +218,16 @@ def run_hook(hook: Hook, result: dict[str, Any], processor: Processor) -> Mappin
         raise
     except DATA_ERRORS as error:  # a mistake in the hook cannot be distinguished from a bad sample
         raise ConfigError(
-            f"the post-tokenize hook failed: {type(error).__name__}: {error} (it may raise "
-            "packhorse.errors.BadSample to reject a sample)"
+            f"the post_tokenize_hook failed: {type(error).__name__}: {error} (it may raise "
+            "packhorse.errors.BadSample to reject a sample)",
+            setting="post_tokenize_hook",
         ) from error
     if not isinstance(changed, Mapping) or "input_ids" not in changed:
+        name = type(changed).__name__
         raise ConfigError(
-            f"the post-tokenize hook returned a {type(changed).__name__} without input_ids: expected the "
-            "tensors that it was given, changed or not"
+            f"the post_tokenize_hook returned a {name} without input_ids: expected the tensors that it was "
+            "given, changed or not",
+            setting="post_tokenize_hook",
+            value=name,
         )
     return changed

@@ -375,11 +375,14 @@ class Family:
             elif key in self.layout and hasattr(value, "shape"):
                 encoded.media[key] = value
             else:
-                what = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"({type(value)})"
+                shape = tuple(value.shape) if hasattr(value, "shape") else None
+                what = f"({type(value)})" if shape is None else f"of shape {shape}"
                 known = ", ".join(self.layout)
                 raise ConfigError(
                     f"the processor returned '{key}' {what}, which family '{self.name}' does not declare as "
-                    f"a tensor of its layout ({known}): add it there, or it would be lost"
+                    f"a tensor of its layout ({known}): add it there, or it would be lost",
+                    setting=key,
+                    value=shape,
                 )
 
     def bad(self, detail: str, conversation: Conversation, reason: Reason = "media_mismatch") -> BadSample:
@@ -461,7 +464,8 @@ class Encoder(ChatProcessor):
         """:meth:`find_token`; ConfigError if there is none."""
         token = self.find_token(name)
         if token is None:
-            raise ConfigError(f"{type(self.processor).__name__} has no {name}, and neither has its tokenizer")
+            what = f"{type(self.processor).__name__} has no {name}, and neither has its tokenizer"
+            raise ConfigError(what, setting=name)
         return token
 
     @cached_property
@@ -516,7 +520,8 @@ class Encoder(ChatProcessor):
         if all(getattr(owner, "chat_template", None) is None for owner in owners):
             raise ConfigError(
                 f"{type(processor).__name__} has no chat template: set processor.chat_template (released "
-                "models bring theirs along with AutoProcessor.from_pretrained)"
+                "models bring theirs along with AutoProcessor.from_pretrained)",
+                setting="processor.chat_template",
             )
 
     # --- a conversation as text --------------------------------------------------------------------------
@@ -756,13 +761,15 @@ class Encoder(ChatProcessor):
         layout = family.layout[key]
         items = [(kind, size) for kind, size in encoded.sizes if kind in layout.kinds]
         if layout.owner == "sample":
-            raise ConfigError(f"axis 0 of '{key}' is the sample's, not its media's ({family.name})")
+            what = f"axis 0 of '{key}' is the sample's, not its media's ({family.name})"
+            raise ConfigError(what, setting=key)
         if layout.owner == "item":
             return [1] * len(items)
         if layout.rows_from is None:
             return [family.item_rows(self, key, kind, size) for kind, size in items]
         if layout.rows_from not in encoded.media:
-            raise ConfigError(f"the processor returned '{key}' without '{layout.rows_from}' ({family.name})")
+            what = f"the processor returned '{key}' without '{layout.rows_from}' ({family.name})"
+            raise ConfigError(what, setting=layout.rows_from)
         grid = encoded.media[layout.rows_from]
         entries = iter(grid.reshape(len(grid), -1).prod(1).tolist())
         return [sum(next(entries) for _ in range(n)) for n in self.rows(encoded, layout.rows_from)]
@@ -784,10 +791,13 @@ class Encoder(ChatProcessor):
         for key, value in encoded.media.items():
             layout = family.layout[key]
             expected = 1 if layout.owner == "sample" else sum(self.rows(encoded, key))
-            if value.shape[0] != expected:
+            shape = tuple(value.shape)
+            if shape[0] != expected:
                 raise ConfigError(
-                    f"the processor returned '{key}' of shape {tuple(value.shape)}; for {dict(counts)} "
-                    f"family '{family.name}' ({layout.owner}) expects {expected} along axis 0"
+                    f"the processor returned '{key}' of shape {shape}; for {dict(counts)} "
+                    f"family '{family.name}' ({layout.owner}) expects {expected} along axis 0",
+                    setting=key,
+                    value=shape,
                 )
 
 
@@ -815,8 +825,11 @@ def _describe(processor: Any) -> Mapping[str, Any]:
         if hasattr(part, "to_dict") or hasattr(part, "__dict__")
     }
     if parts and not settings:
+        name = type(processor).__name__
         raise ConfigError(
-            f"{type(processor).__name__} has no to_dict with its settings, so counts cannot be saved"
+            f"the processor, a {name}, has no to_dict with its settings, so counts cannot be saved",
+            setting="processor",
+            value=name,
         )
     return settings
 

@@ -111,7 +111,8 @@ class TextOnly(Generic):
             row = f"row {conversation.key}" if conversation.key else "a row"
             raise ConfigError(
                 f"{row} has media ({conversation.media[0].kind}), but the processor is a tokenizer: pass the "
-                "model's processor, as AutoProcessor.from_pretrained(name)"
+                "model's processor, as AutoProcessor.from_pretrained(name)",
+                setting="processor",
             )
         super().check(conversation)
 
@@ -133,7 +134,9 @@ def _layout_of(
     raise ConfigError(
         f"the processor returned '{key}' of shape {shape} for {dict(counts)} and {length} tokens: which "
         "media item owns an entry is not certain. Declare it: write a family for this processor "
-        "(docs/reference/families.md), or drop the tensor in a wrapper around it"
+        "(docs/reference/families.md), or drop the tensor in a wrapper around it",
+        setting=key,
+        value=shape,
     )
 
 

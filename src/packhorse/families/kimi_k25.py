@@ -131,7 +131,8 @@ def expand_placeholders(
     if count != len(grids):
         raise ConfigError(
             f"{count} placeholders (id {placeholder}) in the ids for {len(grids)} images: expected one "
-            f"{_MEDIA_PAD} each. Use the processor and the chat template of the same Kimi K2.5 repository"
+            f"{_MEDIA_PAD} each. Use the processor and the chat template of the same Kimi K2.5 repository",
+            setting="processor",
         )
     repeats = torch.ones_like(ids, dtype=torch.long)
     repeats[is_placeholder] = lengths.to(repeats)

@@ -95,7 +95,9 @@ def unwrap(model: object) -> Any:
             continue
         inner = next((part for name in _WRAPPED if (part := getattr(inner, name, None)) is not None), None)
         if inner is None:
-            raise ConfigError(f"model is a {type(model).__name__} without a config: expected {EXPECTED}")
+            name = type(model).__name__
+            what = f"model is a {name} without a config: expected {EXPECTED}"
+            raise ConfigError(what, setting="model", value=name)
     # Qwen-Omni's whole model has no forward pass: what is trained is its thinker.
     return getattr(inner, "thinker", inner)
 
@@ -127,7 +129,9 @@ def resolve_model(model: object) -> tuple[Any | None, Any]:
         given = "None" if model is None else f"the class {model.__name__}, not an object of it"
         raise ConfigError(
             f"model is {given}: expected {EXPECTED}. Write model=model, as of "
-            "AutoModelForImageTextToText.from_pretrained(…)"
+            "AutoModelForImageTextToText.from_pretrained(…)",
+            setting="model",
+            value=getattr(model, "__name__", None),
         )
     if callable(getattr(model, "get_text_config", None)):
         return None, getattr(model, "thinker_config", model)  # as in unwrap
@@ -138,7 +142,8 @@ def resolve_model(model: object) -> tuple[Any | None, Any]:
 def open_config(name: str, trust_remote_code: bool = False) -> Any:
     """Return the config of a model in a folder or on the hub; ConfigError if there is none."""
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        raise ConfigError(f"model {name}: no config there (config.json is missing). Expected {EXPECTED}")
+        what = f"model {name}: no config there (config.json is missing). Expected {EXPECTED}"
+        raise ConfigError(what, setting="model", value=name, path=name)
     offline = check_name("model", name)
     transformers: Any = require("transformers", "train")
     wrong_values = require("huggingface_hub.errors", "train").StrictDataclassError
@@ -150,7 +155,8 @@ def open_config(name: str, trust_remote_code: bool = False) -> Any:
         why = _describe_broken(error)
         needs_code = "trust_remote_code" in str(error)
         hint = "; load the model with trust_remote_code=True and pass it" if needs_code else ""
-        raise ConfigError(f"model {name}: no config there can be read ({why}){hint}") from error
+        what = f"model {name}: no config there can be read ({why}){hint}"
+        raise ConfigError(what, setting="model", value=name) from error
 
 
 def _describe_broken(error: BaseException) -> str:
@@ -168,9 +174,11 @@ def check_name(what: str, name: str) -> bool:
     if os.path.isdir(name):
         return False
     if os.path.exists(name):
-        raise ConfigError(f"{what} {name} is a file: expected the folder or hub name of a {what}")
+        expected = f"{what} {name} is a file: expected the folder or hub name of a {what}"
+        raise ConfigError(expected, setting=what, value=name, path=name)
     if name.split() != [name] or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"{what} {name or repr(name)}: no such folder. Expected a folder or hub name")
+        expected = f"{what} {name or repr(name)}: no such folder. Expected a folder or hub name"
+        raise ConfigError(expected, setting=what, value=name, path=name)
     hub: Any = require("huggingface_hub.constants", "train")
     cached = os.path.join(hub.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
     offline = hub.HF_HUB_OFFLINE or not _hub_answers(f"{hub.ENDPOINT}/{name}")
@@ -180,7 +188,9 @@ def check_name(what: str, name: str) -> bool:
         why = "HF_HUB_OFFLINE is set" if hub.HF_HUB_OFFLINE else "the hub cannot be reached"
         raise ConfigError(
             f"{what} {name}: no such folder in {os.getcwd()}, not in the hub's cache, and {why}. Pass the "
-            f"folder of a {what}, or download it where there is a network: hf download {name}"
+            f"folder of a {what}, or download it where there is a network: hf download {name}",
+            setting=what,
+            value=name,
         )
     logger.info("%s %s: no such folder in %s, so it is read from the hub", what, name, os.getcwd())
     return False
@@ -229,7 +239,9 @@ def text_config(config: ModelConfig) -> Any:
     try:
         return config.get_text_config()
     except ValueError as error:
-        raise ConfigError(f"{type(config).__name__} has no single decoder ({error})") from error
+        name = type(config).__name__
+        what = f"model config {name} has no single decoder ({error})"
+        raise ConfigError(what, setting="model", value=name) from error
 
 
 def attention_of(model: object) -> str:
@@ -301,17 +313,20 @@ def check_router_loss(config: ModelConfig | None) -> None:
     """
     text = config if config is None else getattr(config, "get_text_config", lambda: config)()
     if getattr(text, "output_router_logits", False):
-        raise ConfigError(
-            "output_router_logits=True: transformers cannot compute the router's auxiliary loss for packed "
+        raise ConfigError.of(
+            "output_router_logits",
+            True,
+            "transformers cannot compute the router's auxiliary loss for packed "
             "batches, and token_loss does not add it. Set model.config.get_text_config()."
-            "output_router_logits = False to train without it, or use mode='pad' and model(**batch).loss"
+            "output_router_logits = False to train without it, or use mode='pad' and model(**batch).loss",
         )
 
 
 def packing_error(problems: Sequence[str]) -> ConfigError:
     """The error for a model that cannot be packed, from what :func:`packing_problems` returned."""
     return ConfigError(
-        f'this model cannot be trained on packed rows: {"; ".join(problems)}. Use padded batches: mode="pad"'
+        f'this model cannot be trained on packed rows: {"; ".join(problems)}. Use padded batches: mode="pad"',
+        setting="model",
     )
 
 
@@ -377,7 +392,9 @@ def weightless_model(config: ModelConfig) -> Any | None:
     except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         raise ConfigError(
             f"{model_class.__name__} cannot be built from {type(config).__name__}, which computes positions "
-            f"({error}): pass the model"
+            f"({error}): pass the model",
+            setting="model",
+            value=type(config).__name__,
         ) from error
 
 
@@ -428,7 +445,10 @@ def check_shift_labels(model: object) -> None:
         passed = "" if inner is not None else " and pass the model itself"
         raise ConfigError(
             f"{kind.__name__} of transformers {version} drops shift_labels, so model(**batch).loss would "
-            f"shift labels twice: call packhorse.{call}(model) first{passed}, or install a newer transformers"
+            f"shift labels twice: call packhorse.{call}(model) first{passed}, or install a newer "
+            "transformers",
+            setting="model",
+            value=kind.__name__,
         )
 
 
@@ -499,7 +519,9 @@ def as_whole_processor(processor: Processor | str | os.PathLike[str] | None) -> 
             given = "None" if processor is None else f"the class {processor.__name__}, not an object of it"
         raise ConfigError(
             f"processor is {given}: expected the model's whole processor (with a tokenizer), or the folder "
-            "or hub name of one. Write processor=AutoProcessor.from_pretrained(name)"
+            "or hub name of one. Write processor=AutoProcessor.from_pretrained(name)",
+            setting="processor",
+            value=None if processor is None else getattr(processor, "__name__", type(processor).__name__),
         )
     return processor
 
@@ -526,7 +548,8 @@ def open_processor(path: str, trust_remote_code: bool = False) -> Any:
         hint = f"; {_torchvision_hint()}" if broken else ""
         if "trust_remote_code" in str(error):
             hint = "; read its code, then allow it with trust_remote_code=True"
-        raise ConfigError(f"processor {path}: {what} ({why}){hint}") from error
+        detail = f"processor {path}: {what} ({why}){hint}"
+        raise ConfigError(detail, setting="processor", value=path, path=path if here else "") from error
     if getattr(opened, "chat_template", "") is None:
         # Some classes (Phi-4) leave it with the tokenizer, and then do not find it.
         opened.chat_template = getattr(tokenizer_of(opened), "chat_template", None)

@@ -73,7 +73,8 @@ def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     lost = _NEVER_OMITTED & (options.keys() - given.keys())
     if lost:
         name = getattr(function, "__qualname__", None) or type(function).__name__
-        raise ConfigError(f"{name} does not take {', '.join(sorted(lost))}: it takes {', '.join(names)}")
+        what = f"{name} does not take {', '.join(sorted(lost))}: it takes {', '.join(names)}"
+        raise ConfigError(what, setting=min(lost))
     for name in names[len(arguments) :]:
         if parameters[name].default is inspect.Parameter.empty and name in _NEUTRAL:
             given.setdefault(name, _NEUTRAL[name])
@@ -140,7 +141,8 @@ def render(encoder: Encoder, turns: Turns) -> str:
         return encoder.render(turns)
     name, method = type(encoder.processor).__name__, getattr(encoder.processor, "apply_chat_template", None)
     if method is None:
-        raise ConfigError(f"{name} has no apply_chat_template")
+        what = f"the processor, a {name}, has no apply_chat_template"
+        raise ConfigError(what, setting="processor", value=name)
     text = call(method, list(turns), tokenize=False, add_generation_prompt=False)
     if isinstance(text, list | tuple) and len(text) == 1:
         text = text[0]  # some take one conversation for a batch of one

@@ -190,10 +190,12 @@ def mrope_position_ids(sample: Mapping[str, Any], get_rope_index: RopeIndex) -> 
         arguments = {name: value for name, value in arguments.items() if name in takes}
     made = get_rope_index(**arguments)
     positions = made[0] if isinstance(made, tuple | list) else made
-    if tuple(positions.shape) != (_ROWS, 1, ids.shape[1]):
+    shape, expected = tuple(positions.shape), (_ROWS, 1, ids.shape[1])
+    if shape != expected:
         raise ConfigError(
-            f"get_rope_index returned positions of shape {tuple(positions.shape)} for {ids.shape[1]} tokens: "
-            f"expected ({_ROWS}, 1, {ids.shape[1]})"
+            f"get_rope_index returned positions of shape {shape}, expected {expected}",
+            setting="get_rope_index",
+            value=shape,
         )
     return torch.as_tensor(positions)[:, 0]
 
@@ -286,7 +288,8 @@ def _token_types(
     if all(token is None for token in known.values()):
         raise ConfigError(
             "get_rope_index needs 'mm_token_type_ids' (0 text, 1 image, 2 video), which the sample has not: "
-            "pass the model's own method, model.model.get_rope_index, whose config has the ids"
+            "pass the model's own method, model.model.get_rope_index, whose config has the ids",
+            setting="mm_token_type_ids",
         )
     for kind, token in known.items():
         if token is not None:
