@@ -22,7 +22,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from packhorse.errors import BadSample, ConfigError, list_some, naming, suggest
+from packhorse.errors import BadSample, ConfigError, list_some, naming, raise_with_name, suggest
 from packhorse.formats.sharegpt import ShareGptFormat, convert_row
 from packhorse.formats.summary import (
     MetaExamples,
@@ -102,10 +102,18 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
     if unknown:
         hints = ", ".join(f"{name}{suggest(name, map(str, meta))}" for name in unknown)
         some = list_some(sorted(map(str, meta)), _SHOWN_NAMES)
-        raise ConfigError(f"{path}: no dataset {hints}; it has {some}")
+        raise ConfigError(
+            f"{path}: dataset_names: no dataset {hints}; it has {some}",
+            setting="dataset_names",
+            value=unknown,
+        )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"dataset_names has {', '.join(twice)} twice; to repeat it set its sample_ratio")
+        raise ConfigError(
+            f"dataset_names has {', '.join(twice)} twice; to repeat it set its sample_ratio",
+            setting="dataset_names",
+            value=twice,
+        )
     try:
         return [_dataset_config(path, name, meta[name]) for name in names]
     except ConfigError as error:
@@ -114,7 +122,10 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
             raise
         raise ConfigError(
             f"{error}. A dataset_info.json of LLaMA-Factory is not read as it is: write a meta file from it; "
-            "docs/how-to/migrating.md has a converter"
+            "docs/how-to/migrating.md has a converter",
+            setting=error.setting,
+            value=error.value,
+            path=error.path,
         ) from error
 
 
@@ -142,15 +153,16 @@ def _parse_meta(path: str) -> dict[str, Any]:
         except ValueError as error:
             if "Extra data: line 2 column 1 " in str(error):
                 raise ConfigError(
-                    f"{path} has a JSON object on each line: rename it to end in .jsonl"
+                    f"{path} has a JSON object on each line: rename it to end in .jsonl", path=path
                 ) from error
-            raise ConfigError(f"{path}: not a valid meta file: {error}") from error
+            raise ConfigError(f"{path}: not a valid meta file: {error}", path=path) from error
     if not isinstance(meta, dict):
-        raise ConfigError(f"{path}: expected an object of datasets, found a {type(meta).__name__}")
+        raise ConfigError(f"{path}: expected an object of datasets, found a {type(meta).__name__}", path=path)
     if any(isinstance(meta.get(name), list) for name in _FIELDS_OF_ROWS):
         raise ConfigError(
             f"{path} is a single row; expected a meta file or a data file. Write rows as a JSON array, or "
-            "one on each line of a .jsonl file"
+            "one on each line of a .jsonl file",
+            path=path,
         )
     return meta
 
@@ -158,18 +170,28 @@ def _parse_meta(path: str) -> dict[str, Any]:
 def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
     where = f"{path}: dataset '{name}'"
     if not isinstance(entry, dict):
-        raise ConfigError(f"{where} is a {type(entry).__name__}, expected an object")
+        raise ConfigError(
+            f"{where} is a {type(entry).__name__}, expected an object", setting=name, value=entry
+        )
     if unknown := sorted(set(entry) - set(_META_KEYS)):
         hints = ", ".join(f"{key}{suggest(key, _META_KEYS)}" for key in unknown)
-        raise ConfigError(f"{where} has unknown {hints}; known are {', '.join(_META_KEYS)}")
+        raise ConfigError(
+            f"{where} has unknown {hints}; known are {', '.join(_META_KEYS)}",
+            setting=unknown[0],
+            value=entry[unknown[0]],
+        )
     for key, kind in (("file_name", str), ("media_dir", str), ("strict", bool), ("confine", bool)):
         if entry.get(key) is not None and not isinstance(entry[key], kind):
-            raise ConfigError(f"{where}: {key}={entry[key]!r}, expected a {kind.__name__}")
+            raise ConfigError(
+                f"{where}: {key}={entry[key]!r}, expected a {kind.__name__}", setting=key, value=entry[key]
+            )
     if not entry.get("file_name"):
-        raise ConfigError(f"{where} has no file_name")
+        raise ConfigError(f"{where} has no file_name", setting="file_name", value=entry.get("file_name"))
     ratio = entry.get("sample_ratio", 1.0)
     if isinstance(ratio, bool) or not isinstance(ratio, int | float):
-        raise ConfigError(f"{where}: sample_ratio={ratio!r}, expected a number")
+        raise ConfigError(
+            f"{where}: sample_ratio={ratio!r}, expected a number", setting="sample_ratio", value=ratio
+        )
     folder = _folder(path)
     try:
         rules = ShareGptFormat.of(
@@ -180,7 +202,7 @@ def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
             confine=bool(entry.get("confine")),
         )
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise_with_name(error, where)
     return DatasetConfig(name, _join(folder, entry["file_name"]), rules, float(ratio))
 
 
@@ -414,7 +436,7 @@ def make_meta_dataset(
     if kwargs:
         logger.warning("make_meta_dataset ignores the argument(s) %s", ", ".join(sorted(kwargs)))
     if on_bad not in ("raise", "skip"):
-        raise ConfigError(f"on_bad={on_bad!r}: expected 'raise' or 'skip'")
+        raise ConfigError.of("on_bad", on_bad, "expected 'raise' or 'skip'")
     started = time.perf_counter()
     lazy = open_meta_dataset(
         path_or_dataset,
@@ -534,7 +556,9 @@ def _world(shard_data: bool, rank: int | None, world_size: int | None) -> World:
             )
         return World()
     if (rank is None) != (world_size is None):
-        raise ConfigError(f"rank={rank}, world_size={world_size}: give both or neither")
+        raise ConfigError(
+            f"rank={rank}, world_size={world_size}: give both or neither", setting="rank", value=rank
+        )
     return World.detect() if rank is None or world_size is None else World(rank, world_size)
 
 
@@ -573,7 +597,8 @@ def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
     if len(first) > 1 and len({drop.key for drop in unknown}) == len(first):
         raise ConfigError(
             f"dataset '{config.name}': none of the first rows has an assistant turn; {unknown[0].key}: "
-            f"{unknown[0].detail}. Set tags={{'user_tag': …, 'assistant_tag': …}} to the roles of the rows"
+            f"{unknown[0].detail}. Set tags={{'user_tag': …, 'assistant_tag': …}} to the roles of the rows",
+            setting="tags",
         )
 
 

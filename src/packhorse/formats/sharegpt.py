@@ -66,7 +66,7 @@ class ShareGptFormat:
 
     def __post_init__(self) -> None:
         if self.confine and self.media_dir is None:
-            raise ConfigError("confine=True needs a media_dir to confine media to")
+            raise ConfigError.of("confine", True, "needs a media_dir to confine media to")
 
     @classmethod
     def of(
@@ -305,10 +305,12 @@ def _from_mapping(cls: type[Any], given: Mapping[str, str] | None, what: str) ->
     unknown = sorted(set(given or {}) - set(names))
     if unknown:
         hints = ", ".join(f"{name}{suggest(name, names)}" for name in unknown)
-        raise ConfigError(f"unknown {what}: {hints}; expected some of {', '.join(names)}")
+        raise ConfigError(
+            f"unknown {what}: {hints}; expected some of {', '.join(names)}", setting=what, value=unknown
+        )
     for name, value in (given or {}).items():
         if not isinstance(value, str):
-            raise ConfigError(f"{what}[{name!r}] is {value!r}, expected a string")
+            raise ConfigError(f"{what}[{name!r}] is {value!r}, expected a string", setting=name, value=value)
     return cls(**(given or {}))
 
 
