@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from packhorse.errors import BadSample
 from packhorse.formats.conversation import (
     extra_audio,
     parse_conversation,
@@ -14,6 +13,7 @@ from packhorse.formats.conversation import (
     replace_media,
 )
 from packhorse.types import MediaRef, TextPart
+from raising import raises_bad_sample
 
 EXAMPLE: dict[str, Any] = {
     "conversation": [
@@ -84,9 +84,8 @@ def test_audio_without_a_placeholder_comes_first_in_the_first_user_turn() -> Non
 
 @pytest.mark.parametrize("audio", [["a.wav", "b.wav", "c.wav"], ["a.wav", "b.wav"]])
 def test_placeholders_and_audio_clips_must_be_as_many(audio: Any) -> None:
-    with pytest.raises(BadSample, match=rf"a/1: {len(audio)} audio clips for 1 placehold") as e:
+    with raises_bad_sample("media_mismatch", key="a/1", match=f"{len(audio)} audio clips for 1 placehold"):
         place_audio({**SPOKEN, "audio": audio}, key="a/1")
-    assert e.value.reason == "media_mismatch"
 
 
 def test_an_array_and_its_rate_are_one_clip() -> None:
@@ -113,9 +112,8 @@ def test_no_turns_are_a_conversation_without_turns() -> None:
     ],
 )
 def test_what_is_no_conversation_is_rejected_by_turn(example: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadSample, match=f"a/1: .*{message}") as error:
+    with raises_bad_sample("wrong_format", key="a/1", match=message):
         parse_conversation(example, "a/1")
-    assert error.value.reason == "wrong_format"
 
 
 def test_replacing_media_leaves_the_callers_example_alone() -> None:
@@ -153,10 +151,8 @@ def test_replacing_media_rejects_a_bad_turn_before_it_loads_the_first_media_item
         lambda e: replace_media(e, load),
         lambda e: prepend_part(e, 0, {"type": "text", "text": "x"}),
     ):
-        with pytest.raises(BadSample, match=message) as error:
+        with raises_bad_sample("wrong_format", stage="convert", match=message):
             change({"conversation": [*EXAMPLE["conversation"], turn]})
-        assert error.value.reason == "wrong_format"
-        assert error.value.stage == "convert"
     assert loaded == []
 
 

@@ -93,7 +93,8 @@ def _compare_parts(file: RowFile, part_rows: int, parts: Sequence[str]) -> None:
             raise ConfigError(
                 f"{file.name}: rows {first} to {min(len(file), first + part_rows) - 1} have changed since "
                 f"they were counted (digest {then} then, {now} now), though the file has the same size and "
-                "modification time. Count it again with `packhorse count --fresh`"
+                "modification time. Count it again with `packhorse count --fresh`",
+                path=file.name,
             )
 
 

@@ -325,11 +325,14 @@ def write_counted_jsonl(
     home = Path(folder)
     targets = [home / f"{counted.config.name.replace(os.sep, '_')}.jsonl" for counted in files]
     if len(set(targets)) < len(targets):
-        raise ConfigError(f"two datasets would be written to one of {', '.join(map(str, targets))}")
+        names = ", ".join(map(str, targets))
+        raise ConfigError(f"two datasets would be written to one of {names}", path=home)
     meta = {}
     for counted, target in zip(files, targets, strict=True):
         if os.path.realpath(target) == os.path.realpath(counted.file.path):
-            raise ConfigError(f"{target} is the data file itself: write the copies to another folder")
+            raise ConfigError(
+                f"{target} is the data file itself: write the copies to another folder", path=target
+            )
         meta[counted.config.name] = counted.config.entry(target.name)
     report = progress or Progress("writing")
     total, done = sum(len(counted.file) for counted in files), 0

@@ -120,8 +120,10 @@ def count_meta(
         ConfigError: the meta file, the processor, its chat template or a media folder is invalid.
         SystemFault: the disk is full. Finished parts are kept, and no sidecar is incomplete.
     """
-    if (part_rows is not None and part_rows < 1) or verify < 0:
-        raise ConfigError(f"part_rows={part_rows}, verify={verify}: expected at least 1 and 0")
+    if part_rows is not None and part_rows < 1:
+        raise ConfigError.of("part_rows", part_rows, "expected at least 1")
+    if verify < 0:
+        raise ConfigError.of("verify", verify, "expected at least 0")
     started = time.monotonic()
     # Settings depend on the paths as the meta file has them; workers get absolute ones.
     named = read_meta(meta, dataset_names)
@@ -264,7 +266,8 @@ class PartStore:
         if Fingerprint.of(data_source(self.file)) != self.location.state:
             raise ConfigError(
                 f"{self.file.name} was changed while it was being counted; count again (parts that did not "
-                "change are kept)"
+                "change are kept)",
+                path=self.file.name,
             )
         try:
             location, anywhere = self.location, self.location.anywhere
@@ -322,7 +325,8 @@ class PartStore:
         if home is None:
             names = " nor ".join(str(folder.parent) for folder in folders)
             raise ConfigError(
-                f"neither {names} can be written: set PACKHORSE_CACHE to a folder for the counts"
+                f"neither {names} can be written: set PACKHORSE_CACHE to a folder for the counts",
+                setting="PACKHORSE_CACHE",
             )
         return home
 
@@ -381,7 +385,8 @@ class PartStore:
                 batch = part.batch()
                 if batch.num_rows != task.stop - task.first:
                     raise ConfigError(
-                        f"part {number} of {self.file.name} has {batch.num_rows} rows; count fresh"
+                        f"part {number} of {self.file.name} has {batch.num_rows} rows; count fresh",
+                        path=self.file.name,
                     )
                 writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
 

@@ -58,7 +58,7 @@ def make_engine(name: str, num_workers: int | None = None, ray_address: str | No
     """
     if name == "local":
         if ray_address is not None:
-            raise ConfigError(f"ray_address={ray_address!r} goes with the engine 'ray', not with 'local'")
+            raise ConfigError.of("ray_address", ray_address, "goes with the engine 'ray', not with 'local'")
         # A command's own process has used no GPU, and forks start at once with all loaded modules.
         return LocalEngine(
             num_workers, multiprocessing_context="fork" if sys.platform == "linux" else "spawn"
@@ -66,7 +66,7 @@ def make_engine(name: str, num_workers: int | None = None, ray_address: str | No
     if name == "ray":
         return RayEngine(ray_address, num_workers)
     choices = f"{', '.join(ENGINES)}{suggest(name, ENGINES)}"
-    raise ConfigError(f"unknown engine {name!r}: expected one of {choices}")
+    raise ConfigError(f"unknown engine {name!r}: expected one of {choices}", setting="engine", value=name)
 
 
 class RayEngine:
@@ -84,7 +84,7 @@ class RayEngine:
 
     def __init__(self, address: str | None = None, num_workers: int | None = None) -> None:
         if num_workers is not None and num_workers < 1:
-            raise ConfigError(f"num_workers={num_workers} is too few: expected at least 1")
+            raise ConfigError.of("num_workers", num_workers, "expected at least 1")
         self.address = address if address is not None else os.environ.get("RAY_ADDRESS") or "local"
         self.num_workers = num_workers
 
@@ -269,7 +269,8 @@ class RankEngine:
             if settings != work.settings:
                 raise ConfigError(
                     "the processor of this rank differs from that of rank 0 (its tokenizer, its template or "
-                    "its settings): let all ranks open the same processor with the same transformers version"
+                    "its settings): let all ranks open the same processor with the same transformers version",
+                    setting="processor",
                 )
             own = range(world.rank, len(tasks), world.size)
             with closing(self.local.run(work, tasks[world.rank :: world.size])) as results:  # type: ignore[type-var]

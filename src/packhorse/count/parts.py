@@ -119,7 +119,7 @@ def _open_file(address: str, index_dir: str | None, size: int, edges: str) -> tu
     rows = open_rows(address, index_dir)
     state = Fingerprint.of(data_source(rows))
     if (state.size, state.edges) != (size, edges):
-        raise ConfigError(f"{address}: the file has changed since the count began; count again")
+        raise ConfigError(f"{address}: the file has changed since the count began; count again", path=address)
     return rows, state
 
 
@@ -143,7 +143,9 @@ def check_media_dir(config: DatasetConfig) -> None:
     except OSError as error:
         raise ConfigError(
             f"dataset '{config.name}': the media_dir {folder} cannot be read ({error.strerror}): mount it, "
-            "correct media_dir in the meta file, or grant the permission to read it"
+            "correct media_dir in the meta file, or grant the permission to read it",
+            setting="media_dir",
+            value=folder,
         ) from error
 
 
@@ -197,7 +199,9 @@ class PartCounter:
             if isinstance(self.processor, str) and counter_settings(self._counter) != self.settings:
                 raise ConfigError(
                     f"{self.processor}: this process finds other settings there than the one that started "
-                    "the count; let all machines see the same processor and the same version of transformers"
+                    "the count; let all machines see the same processor and the same version of transformers",
+                    setting="processor",
+                    value=self.processor,
                 )
         return self._counter
 
@@ -222,7 +226,8 @@ def make_counter(processor: Any, trust_remote_code: bool = False) -> TokenCounte
         name = type(encoder.processor).__name__
         raise ConfigError(
             f"{name} has no chat template, so its conversations cannot be counted: set "
-            f"tokenizer.chat_template and save the processor again ({reason})"
+            f"tokenizer.chat_template and save the processor again ({reason})",
+            setting="chat_template",
         ) from error
     return TokenCounter(encoder)
 

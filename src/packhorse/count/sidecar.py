@@ -152,7 +152,7 @@ def as_damage(error: Exception, path: str) -> Exception:
     if is_machine_error(error):
         return error
     reason = " ".join(str(error).split())[:200]
-    return ConfigError(f"{path} is a count file of another format, or damaged ({reason})")
+    return ConfigError(f"{path} is a count file of another format, or damaged ({reason})", path=path)
 
 
 def batch_digest(batch: pa.RecordBatch) -> str:
@@ -226,7 +226,7 @@ def _read_about(reader: pa.RecordBatchFileReader, path: str | os.PathLike[str]) 
     try:
         about: dict[str, Any] = json.loads(reader.schema.metadata[b"packhorse"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not a count file of packhorse") from error
+        raise ConfigError(f"{path} is not a count file of packhorse", path=path) from error
     return about
 
 

@@ -119,7 +119,8 @@ class MediaSizes:
         if len(self.offsets) == 0 or lengths != {int(self.offsets[-1])}:
             raise ConfigError(
                 f"media columns of {sorted(lengths)} entries with offsets up to "
-                f"{self.offsets[-1] if len(self.offsets) else 'nothing'}: expected one entry per media item"
+                f"{self.offsets[-1] if len(self.offsets) else 'nothing'}: expected one entry per media item",
+                setting="offsets",
             )
 
 

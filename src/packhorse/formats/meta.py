@@ -117,10 +117,18 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
     if unknown:
         hints = ", ".join(f"{name}{suggest(name, map(str, meta))}" for name in unknown)
         some = list_some(sorted(map(str, meta)), _SHOWN_NAMES)
-        raise ConfigError(f"{path}: no dataset {hints}; it has {some}")
+        raise ConfigError(
+            f"{path} has no dataset {hints} of dataset_names; it has {some}",
+            setting="dataset_names",
+            value=unknown,
+        )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"dataset_names has {', '.join(twice)} twice; to repeat it set its sample_ratio")
+        raise ConfigError(
+            f"dataset_names has {', '.join(twice)} twice; to repeat it set its sample_ratio",
+            setting="dataset_names",
+            value=twice,
+        )
     return [_dataset_config(path, name, meta[name]) for name in names]
 
 
@@ -154,15 +162,16 @@ def _parse_meta(path: str) -> dict[str, Any]:
         except ValueError as error:
             if "Extra data: line 2 column 1 " in str(error):
                 raise ConfigError(
-                    f"{path} has a JSON object on each line: rename it to end in .jsonl"
+                    f"{path} has a JSON object on each line: rename it to end in .jsonl", path=path
                 ) from error
-            raise ConfigError(f"{path}: not a valid meta file: {error}") from error
+            raise ConfigError(f"{path}: not a valid meta file: {error}", path=path) from error
     if not isinstance(meta, dict):
-        raise ConfigError(f"{path}: expected an object of datasets, found a {type(meta).__name__}")
+        raise ConfigError(f"{path}: expected an object of datasets, found a {type(meta).__name__}", path=path)
     if any(isinstance(meta.get(name), list) for name in _FIELDS_OF_ROWS):
         raise ConfigError(
             f"{path} is a single row; expected a meta file or a data file. Write rows as a JSON array, or "
-            "one on each line of a .jsonl file"
+            "one on each line of a .jsonl file",
+            path=path,
         )
     return meta
 
@@ -170,7 +179,9 @@ def _parse_meta(path: str) -> dict[str, Any]:
 def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
     where = f"{path}: dataset '{name}'"
     if not isinstance(entry, dict):
-        raise ConfigError(f"{where} is a {type(entry).__name__}, expected an object")
+        raise ConfigError(
+            f"{where} is a {type(entry).__name__}, expected an object", setting=name, value=entry
+        )
     folder = _folder(path)
     if os.path.basename(path) == llama_factory.FILE_NAME or llama_factory.is_entry(entry):
         with naming(where):
@@ -178,12 +189,17 @@ def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
     if unknown := sorted(set(entry) - set(_META_KEYS)):
         hints = ", ".join(f"{key}{suggest(key, _META_KEYS)}" for key in unknown)
         raise ConfigError(
-            f"{where} has unknown {hints}; known are {', '.join(_META_KEYS)}", setting=unknown[0]
+            f"{where} has unknown {hints}; known are {', '.join(_META_KEYS)}",
+            setting=unknown[0],
+            value=entry[unknown[0]],
         )
     if not isinstance(entry.get("file_name", ""), str):
-        raise ConfigError(f"{where}: file_name={entry['file_name']!r}, expected a str", setting="file_name")
+        file_name = entry["file_name"]
+        raise ConfigError(
+            f"{where}: file_name={file_name!r}, expected a str", setting="file_name", value=file_name
+        )
     if not entry.get("file_name"):
-        raise ConfigError(f"{where} has no file_name", setting="file_name")
+        raise ConfigError(f"{where} has no file_name", setting="file_name", value=entry.get("file_name"))
     ratio = entry.get("sample_ratio", 1.0)
     if isinstance(ratio, bool) or not isinstance(ratio, int | float):
         raise ConfigError(
@@ -450,7 +466,7 @@ def make_meta_dataset(
     if kwargs:
         logger.warning("make_meta_dataset ignores the argument(s) %s", ", ".join(sorted(kwargs)))
     if on_bad not in ("raise", "skip"):
-        raise ConfigError(f"on_bad={on_bad!r}: expected 'raise' or 'skip'")
+        raise ConfigError.of("on_bad", on_bad, "expected 'raise' or 'skip'")
     started = time.perf_counter()
     lazy = open_meta_dataset(
         path_or_dataset,
@@ -570,7 +586,9 @@ def _world(shard_data: bool, rank: int | None, world_size: int | None) -> World:
             )
         return World()
     if (rank is None) != (world_size is None):
-        raise ConfigError(f"rank={rank}, world_size={world_size}: give both or neither")
+        raise ConfigError(
+            f"rank={rank}, world_size={world_size}: give both or neither", setting="rank", value=rank
+        )
     return World.detect() if rank is None or world_size is None else World(rank, world_size)
 
 

@@ -49,10 +49,11 @@ def build_mock_vlm_dataset(
     """
     if kwargs:
         logger.warning("build_mock_vlm_dataset ignores %s", ", ".join(sorted(kwargs)))
-    if num_samples < 0 or num_images_per_sample < 0:
-        raise ConfigError(f"{num_samples=}, {num_images_per_sample=}: expected at least 0")
+    for name, number in (("num_samples", num_samples), ("num_images_per_sample", num_images_per_sample)):
+        if number < 0:
+            raise ConfigError.of(name, number, "expected at least 0")
     if responses is not None and not responses:
-        raise ConfigError("responses is empty: give at least one answer, or None for random words")
+        raise ConfigError.of("responses", responses, "give at least one answer, or None for random words")
     random = np.random.default_rng(seed)
     width, height = image_size
     length = _ANSWER_WORDS if max_length is None else max_length

@@ -346,7 +346,8 @@ def make_tulu3_magicoder_text_mix_dataset(
     tulu = tulu.select(_usable_rows(tulu, tulu_path, max_turns, ledger))
     if not len(tulu) or not len(code):
         raise ConfigError(
-            f"{tulu_path} has {len(tulu)} usable rows and {magicoder_path} {len(code)}: a mix needs both"
+            f"{tulu_path} has {len(tulu)} usable rows and {magicoder_path} {len(code)}: a mix needs both",
+            path=magicoder_path if len(tulu) else tulu_path,
         )
     # A row of the result has the columns of both, and None in those of the other one.
     mixed = datasets.interleave_datasets(
@@ -486,11 +487,16 @@ def _load(
     if not isinstance(dataset, datasets.Dataset):
         raise ConfigError(
             f"{path}: load_dataset gives a {type(dataset).__name__}, expected a Dataset: name one split, and "
-            "leave streaming out"
+            "leave streaming out",
+            path=path,
         )
     missing = [name for name in columns if name not in dataset.column_names]
     if missing:
-        raise ConfigError(f"{path}: no column {', '.join(missing)}; it has {', '.join(dataset.column_names)}")
+        raise ConfigError(
+            f"{path}: no column {', '.join(missing)}; it has {', '.join(dataset.column_names)}",
+            setting=missing[0],
+            path=path,
+        )
     for name, feature in dataset.features.items():
         if isinstance(feature, datasets.Image):
             # Undecoded: packhorse.media decodes the one that is used, and says what is wrong with it.
@@ -530,7 +536,7 @@ def _known_options(path: str, kwargs: Mapping[str, Any], load_dataset: Callable[
 
 def _check_limit(name: str, limit: int | None) -> None:
     if limit is not None and limit < 0:
-        raise ConfigError(f"{name}={limit}: expected at least 0, or None for all")
+        raise ConfigError.of(name, limit, "expected at least 0, or None for all")
 
 
 def _first_rows(dataset: Dataset, limit: int | None) -> Dataset:

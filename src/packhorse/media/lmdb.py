@@ -87,7 +87,8 @@ def _open_environment(database: str, path: str, lmdb: Any) -> Any:
         if "already open" in str(error):
             raise ConfigError(
                 f"{database} is already open in this process: LMDB allows one handle a process, so close "
-                "yours before Packhorse reads the database"
+                "yours before Packhorse reads the database",
+                path=database,
             ) from error
         raise _convert_error(lmdb, error, f"{database} is not an LMDB database ({error})") from error
     # Reading a page beyond the end of the file would kill the process (SIGBUS) instead of raising.

@@ -214,7 +214,7 @@ def _convert_error(url: str, error: Exception, invalid_address: tuple[type[Excep
         chain.append(next_cause)
     for link in chain:
         if setting := _CREDENTIALS.get(type(link).__name__):
-            return ConfigError(f"{url} cannot be opened: {_first_line(link)}. Set {setting}")
+            return ConfigError(f"{url} cannot be opened: {_first_line(link)}. Set {setting}", path=url)
     cause = next((link for link in chain if not isinstance(link, FileNotFoundError)), error)
     status = _http_status(cause)
     if isinstance(cause, _NO_FILE) or status in _MISSING:

@@ -76,12 +76,12 @@ class VideoSampling:
 
     def __post_init__(self) -> None:
         if self.fps is not None and not (_is_number(self.fps) and 0 < self.fps < math.inf):
-            raise ConfigError(f"fps={self.fps!r}: expected a number above 0, or None for all frames")
+            raise ConfigError.of("fps", self.fps, "expected a number above 0, or None for all frames")
         for name in ("min_frames", "max_frames", "num_frames", "temporal_patch_size"):
             value = getattr(self, name)
             optional = name != "temporal_patch_size"
             if not (value is None and optional) and not (_is_number(value) and value == int(value) >= 1):
-                raise ConfigError(f"{name}={value!r}: expected a whole number of at least 1")
+                raise ConfigError.of(name, value, "expected a whole number of at least 1")
 
     @classmethod
     def from_processor(cls, processor: Any) -> VideoSampling:
@@ -100,7 +100,8 @@ class VideoSampling:
         if not any(hasattr(owner, name) for name in _SETTINGS):
             raise ConfigError(
                 f"{type(processor).__name__} has no video_processor and none of {', '.join(_SETTINGS)}: "
-                "pass a processor for videos, or VideoSampling(...) with the values"
+                "pass a processor for videos, or VideoSampling(...) with the values",
+                setting="processor",
             )
         settings = {name: getattr(owner, name, None) for name in _SETTINGS}
         if hasattr(owner, "sample_frames"):
@@ -252,7 +253,9 @@ def _call_sample_frames(info: VideoInfo, sampling: VideoSampling) -> np.ndarray 
             raise
         raise ConfigError(
             f"{type(owner).__name__} has do_sample_frames=True and neither fps nor num_frames: set one of "
-            "them on processor.video_processor, or do_sample_frames=False for all frames"
+            "them on processor.video_processor, or do_sample_frames=False for all frames",
+            setting="do_sample_frames",
+            value=True,
         ) from error
     indices = np.asarray(taken, np.int64)
     # Steps in float32 may end one frame after the last, which every decoder rejects.

@@ -197,7 +197,9 @@ class VideoMetadata:
     def timestamps(self) -> list[float]:
         """Seconds from the start for each sampled frame."""
         if self.fps is None:
-            raise ConfigError("the frames have no rate: pass fps= with a list or folder of frames")
+            raise ConfigError(
+                "the frames have no rate: pass fps= with a list or folder of frames", setting="fps"
+            )
         return [index / self.fps for index in self.frames_indices]
 
     def as_dict(self) -> dict[str, Any]:
@@ -272,7 +274,7 @@ def load_video(
     """
     backend = "pyav" if backend == "auto" else backend
     if backend not in _BACKENDS:
-        raise ConfigError(f"backend={backend!r}: expected auto, {', '.join(_BACKENDS)}")
+        raise ConfigError.of("backend", backend, f"expected auto, {', '.join(_BACKENDS)}")
     sampling = (sampling or VideoSampling()).override(
         fps=fps, min_frames=min_frames, max_frames=max_frames, num_frames=num_frames
     )

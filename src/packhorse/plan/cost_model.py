@@ -7,7 +7,7 @@ item for the vision encoder. Packs of equal length differ by up to a factor of t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -44,8 +44,9 @@ class CostWeights:
     patch_pair: float = 1.64e5
 
     def __post_init__(self) -> None:
-        if min(self.token, self.token_pair, self.patch, self.patch_pair) < 0 or self.token == 0:
-            raise ConfigError(f"{self}: expected weights of 0 or more, and more than 0 for token")
+        for name, weight in asdict(self).items():
+            if weight < 0 or (name == "token" and weight == 0):
+                raise ConfigError.of(name, weight, "expected 0 or more, and more than 0 for token")
 
     @classmethod
     def of_model(cls, config: Config) -> CostWeights:
@@ -122,7 +123,10 @@ def _size(config: Config, *names: str, default: int | None = None) -> int:
         if value is not None:
             return int(value)
     if default is None:
-        raise ConfigError(f"the model config has none of {', '.join(names)}: pass CostWeights(...) instead")
+        raise ConfigError(
+            f"the model config has none of {', '.join(names)}: pass CostWeights(...) instead",
+            setting=names[0],
+        )
     return default
 
 
@@ -179,7 +183,10 @@ def media_masks(**counts: npt.ArrayLike) -> npt.NDArray[np.uint8]:
         counts: how many media items of a kind each has: ``image=…, video=…, audio=…``.
     """
     if unknown := sorted(set(counts) - set(MEDIA_KINDS)):
-        raise ConfigError(f"unknown kind of media {', '.join(unknown)}: expected {', '.join(MEDIA_KINDS)}")
+        raise ConfigError(
+            f"unknown kind of media {', '.join(unknown)}: expected {', '.join(MEDIA_KINDS)}",
+            setting=unknown[0],
+        )
     columns = {MediaMask.of([kind]): np.asarray(counts[kind]) for kind in MEDIA_KINDS if kind in counts}
     masks = np.zeros(len(next(iter(columns.values()), ())), np.uint8)
     for mask, column in columns.items():

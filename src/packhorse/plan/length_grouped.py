@@ -141,7 +141,9 @@ def smallest_share(
     sizes = {source.selection.world.size for source in dataset.sources}
     if sizes - {1, world.size}:
         raise ConfigError(
-            f"the dataset is split across {sorted(sizes)} ranks: expected {world.size}, as in {world}"
+            f"the dataset is split across {sorted(sizes)} ranks: expected {world.size}, as in world={world}",
+            setting="world",
+            value=world.size,
         )
     everything = [replace(source.selection, world=World(), remainder="keep") for source in dataset.sources]
     fits = np.ones(sum(map(len, everything)), np.bool_)
@@ -287,9 +289,15 @@ class LengthGroupedSampler(Sampler[int]):
         current = self.state_dict()
         for name in ("seed", "batch_size", "samples"):
             if state[name] != current[name]:
-                raise ConfigError(f"the state has {name}={state[name]}, this sampler {current[name]}")
+                raise ConfigError(
+                    f"the state has {name}={state[name]}, this sampler {current[name]}",
+                    setting=name,
+                    value=state[name],
+                )
         if not 0 <= state["position"] <= self._count:
-            raise ConfigError(f"position {state['position']} of {self._count} samples")
+            raise ConfigError.of(
+                "position", state["position"], f"expected 0 to {self._count}, the number of samples"
+            )
         self.epoch, self._start, self._position = state["epoch"], state["position"], state["position"]
 
     @staticmethod
@@ -345,7 +353,9 @@ class LengthGroupedSampler(Sampler[int]):
         """Return the number of rows that every rank takes in an epoch."""
         if smallest is not None:
             if not 0 <= smallest <= count:
-                raise ConfigError(f"smallest={smallest}: this rank has {count} rows that are not too long")
+                raise ConfigError.of(
+                    "smallest", smallest, f"this rank has {count} rows that are not too long"
+                )
             return smallest
         if world is not None and world.size == 1:
             return count
@@ -358,7 +368,9 @@ class LengthGroupedSampler(Sampler[int]):
         if self._counts is not None and self.max_length is not None:
             raise ConfigError(
                 f"counts= and max_length with {world}: the number of rows that other ranks drop is unknown. "
-                "Initialise torch.distributed, or pass smallest="
+                "Initialise torch.distributed, or pass smallest=",
+                setting="max_length",
+                value=self.max_length,
             )
         raw, agreed = raw_samples(self._dataset), None
         if isinstance(raw, MetaDataset):
@@ -369,12 +381,16 @@ class LengthGroupedSampler(Sampler[int]):
             raise ConfigError(
                 f"max_length with {world}: the number of rows that other ranks drop is unknown. "
                 "Initialise torch.distributed, pass smallest=, or run `packhorse count` and sample from "
-                "open_meta_dataset(…)"
+                "open_meta_dataset(…)",
+                setting="max_length",
+                value=self.max_length,
             )
         if agreed > count:
             raise ConfigError(
                 f"by the files every rank has {agreed} rows, but this one has {count}: sample from "
-                "the rows of open_meta_dataset(…) themselves, or pass smallest="
+                "the rows of open_meta_dataset(…) themselves, or pass smallest=",
+                setting="dataset",
+                value=count,
             )
         return agreed
 

@@ -326,7 +326,9 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]
             reader = pa.ipc.open_file(mapped)
             about = json.loads((reader.schema.metadata or {})[b"packhorse"])
             if (found := about["format"]) != _FORMAT:
-                raise ConfigError(f"{os.fspath(path)}: expected {_FORMAT}, found {found}; plan again")
+                raise ConfigError(
+                    f"{os.fspath(path)}: expected {_FORMAT}, found {found}; plan again", path=path
+                )
             batch = reader.get_batch(0)
             batch.validate(full=True)
             arrays = {name: _map_array(batch.column(name)[0].values) for name in batch.schema.names}
@@ -402,7 +404,7 @@ def _check_key(path: str | os.PathLike[str], found: Mapping[str, Any], wanted: P
     try:
         plain = json.loads(json.dumps(dict(wanted)))  # as read from a file: lists for tuples
     except TypeError as error:
-        raise ConfigError(f"the key of a plan must be JSON ({error})") from error
+        raise ConfigError(f"the key of a plan must be JSON ({error})", setting="key") from error
     absent = object()
     names = [name for name in sorted({*found, *plain}) if found.get(name, absent) != plain.get(name, absent)]
     if names:
@@ -410,8 +412,15 @@ def _check_key(path: str | os.PathLike[str], found: Mapping[str, Any], wanted: P
             ", ".join(f"{name}={key[name]}" if name in key else f"no {name}" for name in names)
             for key in (found, plain)
         )
-        raise ConfigError(f"{os.fspath(path)} was planned from {theirs}; this run has {ours}: plan again")
+        raise ConfigError(
+            f"{os.fspath(path)} was planned from {theirs}; this run has {ours}: plan again",
+            setting=names[0],
+            value=plain.get(names[0]),
+            path=path,
+        )
 
 
 def _damage_error(path: str | os.PathLike[str], why: str) -> ConfigError:
-    return ConfigError(f"{os.fspath(path)} is not a complete plan ({why}): remove it and plan again")
+    return ConfigError(
+        f"{os.fspath(path)} is not a complete plan ({why}): remove it and plan again", path=path
+    )

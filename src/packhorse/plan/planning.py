@@ -73,12 +73,17 @@ def plan_packs(
         ConfigError: an argument is out of range, or of the wrong type or length.
     """
     tokens = as_integers(lengths, "lengths")
-    if not 0 < capacity <= _LARGEST or not 0 < alignment <= _LARGEST:
-        raise ConfigError(f"capacity={capacity}, alignment={alignment}: expected 1 to {_LARGEST:,}")
+    for name, size in (("capacity", capacity), ("alignment", alignment)):
+        if not 0 < size <= _LARGEST:
+            raise ConfigError.of(name, size, f"expected 1 to {_LARGEST:,}")
     if len(tokens) > _LARGEST:
-        raise ConfigError(f"{len(tokens):,} samples: expected at most {_LARGEST:,}; plan parts of them")
+        raise ConfigError(
+            f"lengths: {len(tokens):,} samples, expected at most {_LARGEST:,}; plan parts of them",
+            setting="lengths",
+            value=len(tokens),
+        )
     if limits and empty == "keep":
-        raise ConfigError("empty='keep' with limits: the last pack could be over them; use empty='drop'")
+        raise ConfigError.of("empty", empty, "with limits the last pack could be over them; use empty='drop'")
     others = _resources(limits or {}, len(tokens))
     groups = (
         None if dataset_ids is None else as_integers(dataset_ids, "dataset_ids", len(tokens)).astype(np.int64)
@@ -173,12 +178,22 @@ def as_integers(values: npt.ArrayLike, what: str, expected: int | None = None) -
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ConfigError(
-            f"{what}: expected a 1-d array of integers, found shape {array.shape} of {array.dtype}"
+            f"{what}: expected a 1-d array of integers, found shape {array.shape} of {array.dtype}",
+            setting=what,
+            value=array.shape,
         )
     if expected is not None and len(array) != expected:
-        raise ConfigError(f"{what}: expected one for each of the {expected:,} samples, found {len(array):,}")
+        raise ConfigError(
+            f"{what}: expected one for each of the {expected:,} samples, found {len(array):,}",
+            setting=what,
+            value=len(array),
+        )
     if len(array) and (smallest := array.min()) < 0:
-        raise ConfigError(f"{what}: expected 0 or more, found {smallest} for sample {int(array.argmin())}")
+        raise ConfigError(
+            f"{what}: expected 0 or more, found {smallest} for sample {int(array.argmin())}",
+            setting=what,
+            value=int(smallest),
+        )
     return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)
 
 
@@ -186,7 +201,7 @@ def _resources(limits: Limits, samples: int) -> list[Resource]:
     resources = []
     for name, (values, limit) in limits.items():
         if limit < 1:
-            raise ConfigError(f"limit of {name}: expected 1 or more, found {limit}")
+            raise ConfigError.of(name, limit, "expected a limit of 1 or more")
         resources.append(Resource(as_integers(values, name, samples).astype(np.int64), limit))
     return resources
 

@@ -71,13 +71,24 @@ def order_packs(
         tolerance: packs whose costs differ by less count as equal.
     """
     cost: Floats = np.asarray(costs, np.float64)
-    if world_size < 1 or tolerance <= 0:
-        raise ConfigError(f"world_size={world_size}, tolerance={tolerance}: expected 1 or more, and above 0")
+    if world_size < 1:
+        raise ConfigError.of("world_size", world_size, "expected 1 or more")
+    if tolerance <= 0:
+        raise ConfigError.of("tolerance", tolerance, "expected more than 0")
     if len(cost) and not cost.min() > 0:
-        raise ConfigError(f"pack {int(cost.argmin())} costs {cost.min()}: expected more than 0 for each")
+        least = float(cost.min())
+        raise ConfigError(
+            f"pack {int(cost.argmin())} costs {least}: expected more than 0 for each",
+            setting="costs",
+            value=least,
+        )
     masks = np.zeros(len(cost), np.int64) if media_masks is None else np.asarray(media_masks, np.int64)
     if len(masks) != len(cost):
-        raise ConfigError(f"{len(masks):,} media masks for {len(cost):,} packs: expected one for each")
+        raise ConfigError(
+            f"media_masks: expected one for each of the {len(cost):,} packs, found {len(masks):,}",
+            setting="media_masks",
+            value=len(masks),
+        )
     draw = random_generator(seed, epoch)
     # Sort by bands of equal cost, which are shifted in each epoch, and randomly within a band.
     band = np.floor(np.log(cost) / np.log1p(tolerance) + draw.random()).astype(np.int64)
@@ -159,8 +170,9 @@ class BatchLayout(NamedTuple):
 
     def check(self) -> BatchLayout:
         """Return the layout; raise :class:`ConfigError` if a number is below 1."""
-        if min(self) < 1:
-            raise ConfigError(f"{self}: expected 1 or more for each")
+        for name, number in self._asdict().items():
+            if number < 1:
+                raise ConfigError.of(name, number, "expected 1 or more")
         return self
 
 
@@ -301,7 +313,11 @@ class PackSchedule:
             order_seed = int.from_bytes(drawn, "little") if turn else seed
             table = schedule_packs(self.units, left, layout, order_seed, epoch, at_least if last else 0)
             if not 0 <= segment.steps <= len(table):
-                raise ConfigError(f"{segment}: this layout has {len(table):,} micro-steps")
+                raise ConfigError(
+                    f"{segment}: this layout has {len(table):,} micro-steps",
+                    setting="steps",
+                    value=segment.steps,
+                )
             if last:
                 self.table = table
             rest = table[segment.steps :].reshape(-1)

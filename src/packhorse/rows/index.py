@@ -232,7 +232,9 @@ class _ArrayState:
             return
         if not head.startswith(b"["):
             hint = " (if it is one object per line, name it .jsonl)" if head.startswith(b"{") else ""
-            raise ConfigError(f"{self.name}: expected a JSON array of rows, found {head[:20]!r}{hint}")
+            raise ConfigError(
+                f"{self.name}: expected a JSON array of rows, found {head[:20]!r}{hint}", path=self.name
+            )
         self.opened = True
 
     def _check_closing(
@@ -246,15 +248,20 @@ class _ArrayState:
             self.closed_at = offset + int(marks[closing[0]])
             rest = int(marks[closing[0]]) + 1
         if data[rest:].tobytes().strip():
-            raise ConfigError(f"{self.name}: text after the array's closing bracket (byte {self.closed_at})")
+            raise ConfigError(
+                f"{self.name}: text after the array's closing bracket (byte {self.closed_at})", path=self.name
+            )
 
     def finish(self) -> Offsets:
         if not self.opened:
-            raise ConfigError(f"{self.name}: expected a JSON array of rows, found an empty file")
+            raise ConfigError(
+                f"{self.name}: expected a JSON array of rows, found an empty file", path=self.name
+            )
         if self.closed_at < 0:
             raise ConfigError(
                 f"{self.name}: the JSON array is not closed: the file is cut off, or a bracket or quote is "
-                f"missing in the element at byte {self.last_start} or before it"
+                f"missing in the element at byte {self.last_start} or before it",
+                path=self.name,
             )
         return np.array([self.closed_at], np.int64)
 
@@ -274,7 +281,7 @@ def _read_into(fd: int, buffer: bytearray, offset: int, length: int, name: str) 
         n = os.preadv(fd, [view[got:length]], offset + got)
         if n == 0:
             raise ConfigError(
-                f"{name}: the file became shorter while it was being read (byte {offset + got})"
+                f"{name}: the file became shorter while it was being read (byte {offset + got})", path=name
             )
         got += n
     return got

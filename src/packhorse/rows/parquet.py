@@ -57,11 +57,13 @@ class ParquetRows(RowFile):
         except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, OSError) as error:
             if is_machine_error(error):
                 raise
-            raise ConfigError(f"{self.name}: not a readable Parquet file ({error})") from error
+            raise ConfigError(
+                f"{self.name}: not a readable Parquet file ({error})", path=self.name
+            ) from error
 
     def _check_unchanged(self) -> None:
         if Fingerprint.of(self.path) != self._fingerprint:
-            raise ConfigError(f"{self.name}: the file has changed since it was opened")
+            raise ConfigError(f"{self.name}: the file has changed since it was opened", path=self.name)
 
     @property
     def _cache_name(self) -> str:
@@ -107,7 +109,8 @@ class ParquetRows(RowFile):
         except (pyarrow.ArrowException, ValueError, OSError) as again:
             raise ConfigError(
                 f"{path}, the copy of {self.name}, is damaged right after it was written ({again}): check "
-                "the disk, or set PACKHORSE_CACHE to another folder"
+                "the disk, or set PACKHORSE_CACHE to another folder",
+                path=path,
             ) from again
 
     def _read_batch(self, number: int) -> Any:

@@ -87,7 +87,8 @@ class RowFile(ABC):
         except (TypeError, BadSample) as error:
             raise ConfigError(
                 f"{self.location(row)} cannot be written as JSON ({error}): copies are for rows with paths "
-                "of media, not with their bytes"
+                "of media, not with their bytes",
+                path=self.name,
             ) from error
 
     def _get_or_error(self, row: int) -> Row | BadSample:
@@ -234,7 +235,9 @@ class JsonRows(RowFile):
         while len(data) < stop - start:
             more = self._pread(stop - start - len(data), start + len(data))
             if not more:
-                raise ConfigError(f"{self.name}: the file is shorter than when it was opened; open it again")
+                raise ConfigError(
+                    f"{self.name}: the file is shorter than when it was opened; open it again", path=self.name
+                )
             data += more
         return data
 
@@ -289,7 +292,9 @@ class JsonRows(RowFile):
         expected = self._fingerprint
         self._open()
         if self._fingerprint != expected:
-            raise ConfigError(f"{self.name}: the file has changed since it was opened by another process")
+            raise ConfigError(
+                f"{self.name}: the file has changed since it was opened by another process", path=self.name
+            )
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # modules may be gone before it
         if (fd := self.__dict__.get("_fd")) is not None:
@@ -328,7 +333,9 @@ def open_rows(address: str, index_dir: str | None = None, observer: LineObserver
     """
     path, address = local_file(address), mask_secrets(address)
     if os.path.isdir(path):
-        raise ConfigError(f"{address} is a folder, expected a file of rows: name its files, a dataset each")
+        raise ConfigError(
+            f"{address} is a folder, expected a file of rows: name its files, a dataset each", path=address
+        )
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{address}: no such file")
     if path.endswith(".parquet"):
@@ -401,7 +408,7 @@ def _name_errors(address: str) -> Iterator[None]:
         if error.missing and not str(error):
             raise FileNotFoundError(f"{name}: no such file") from None
         if error.missing:
-            raise ConfigError(f"{name} is no address that can be read ({error})") from None
+            raise ConfigError(f"{name} is no address that can be read ({error})", path=name) from None
         raise ConnectionError(f"{name} cannot be fetched ({error}); nothing is kept, try again") from None
     except OSError as error:
         reason = str(error) or type(error).__name__
@@ -421,7 +428,9 @@ def _decompress(path: str) -> Iterator[bytes]:
             while piece := packed.read(_PIECE):
                 yield piece
         except (EOFError, zlib.error, OSError) as error:
-            raise ConfigError(f"{path}: cannot be unpacked ({error}); is the file cut off?") from error
+            raise ConfigError(
+                f"{path}: cannot be unpacked ({error}); is the file cut off?", path=path
+            ) from error
 
 
 # Garbage collection.

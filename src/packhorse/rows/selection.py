@@ -49,7 +49,7 @@ def _draw(total: int, size: int) -> RowNumbers:
         logger.warning("%s is damaged: drawing the rows again", path)
         rows = _load_draw(rebuild(name, write, path.stat().st_ino), total, size)
     if rows is None:
-        raise ConfigError(f"{path} is damaged right after it was written: check the disk")
+        raise ConfigError(f"{path} is damaged right after it was written: check the disk", path=path)
     return rows
 
 
@@ -98,9 +98,9 @@ class RowSelection:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.ratio) and self.ratio >= 0):
-            raise ConfigError(f"sample_ratio={self.ratio}: expected a number from 0 upwards")
+            raise ConfigError.of("sample_ratio", self.ratio, "expected a number from 0 upwards")
         if self.remainder not in ("drop", "keep"):
-            raise ConfigError(f"remainder={self.remainder!r}: expected 'drop' or 'keep'")
+            raise ConfigError.of("remainder", self.remainder, "expected 'drop' or 'keep'")
         size = math.floor(self.total * self.ratio)
         size = min(self.total, max(1, size)) if self.ratio < 1 else size - self._copied
         object.__setattr__(self, "_drawn", _draw(self.total, size))

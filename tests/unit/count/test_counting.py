@@ -31,6 +31,7 @@ from packhorse.datasets import make_meta_dataset
 from packhorse.errors import ConfigError
 from packhorse.rows.row_files import open_rows
 from packhorse.utils.pool import LocalEngine
+from raising import raises_config
 
 
 class Backwards:
@@ -230,7 +231,7 @@ def test_a_file_that_changes_during_the_count_is_rejected(tmp_path: Path, qwen: 
                 file.write(json.dumps(chat(1)) + "\n")
             yield len(tasks) - 1, result
 
-    with pytest.raises(ConfigError, match="was changed while it was being counted"):
+    with raises_config(path=tmp_path / "chats.jsonl", match="was changed while it was being counted"):
         count_meta(meta, qwen, part_rows=4, engine=Changes())
     assert sidecars(tmp_path) == []
     assert count_meta(meta, qwen, part_rows=4).counted_rows == 1
@@ -247,7 +248,7 @@ def test_a_tokenizer_without_a_chat_template_is_one_error(tmp_path: Path) -> Non
     mute = build("qwen2_vl")
     mute.chat_template = None
     meta = write_chats(tmp_path, 3)
-    with pytest.raises(ConfigError, match="has no chat template"):
+    with raises_config("chat_template"):
         count_meta(meta, mute)
     assert is_untouched(tmp_path)
 
@@ -255,7 +256,7 @@ def test_a_tokenizer_without_a_chat_template_is_one_error(tmp_path: Path) -> Non
 def test_a_media_folder_that_is_not_there_is_one_error(tmp_path: Path, qwen: Any) -> None:
     meta = write_demo_data(tmp_path)
     shutil.rmtree(tmp_path / "media")
-    with pytest.raises(ConfigError, match=r"dataset 'charts': the media_dir .*cannot be read \(No such file"):
+    with raises_config("media_dir", str(tmp_path / "media"), match=r"'charts': .*\(No such file"):
         count_meta(meta, qwen)
     assert is_untouched(tmp_path)
 
@@ -270,7 +271,7 @@ def test_a_media_folder_that_may_not_be_read_is_one_error(rights: int, tmp_path:
     if was_root:
         os.seteuid(65534)  # root may read everything
     try:
-        with pytest.raises(ConfigError, match=r"the media_dir .* cannot be read \(Permission denied\)"):
+        with raises_config("media_dir", str(tmp_path / "media"), match="Permission denied"):
             count_meta(meta, qwen)
     finally:
         if was_root:
@@ -329,7 +330,7 @@ def test_copies_of_copies_have_the_fields_once(tmp_path: Path, qwen: Any) -> Non
         again = [list(open_rows(str(path)).read(range(4))) for path in (one, other)]
         assert again[0] == again[1]
         assert other.read_text().count('"_text_tokens"') == one.read_text().count('"_text_tokens"')
-    with pytest.raises(ConfigError, match="is the data file itself"):
+    with raises_config(path=tmp_path / "once" / "charts.jsonl", match="is the data file itself"):
         write_counted_jsonl(report.files, tmp_path / "once")
 
 

@@ -29,6 +29,7 @@ from packhorse.count.parts import PartCounter
 from packhorse.count.sidecar import Sidecar, counts_of, open_sidecar, sidecar_locations
 from packhorse.datasets import open_meta_dataset
 from packhorse.errors import SystemFault
+from raising import raises_config
 
 
 class Engine:
@@ -261,7 +262,7 @@ def test_a_file_that_does_not_say_what_it_holds_is_passed_over(tmp_path: Path, q
     lacking = [{key: about[key] for key in about if key != name} for name in needed]
     for mangled in (*lacking, about | {"parts": 1}, [], "{", "null"):
         with_about(path, mangled)
-        with pytest.raises(ValueError, match=r"is not a count file|of another format, or damaged"):
+        with raises_config(path=path, match=r"is not a count file|of another format, or damaged"):
             Sidecar(path)
         assert open_sidecar(path) is None
         assert counts_of(open_meta_dataset(meta), qwen) is None

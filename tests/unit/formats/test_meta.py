@@ -14,8 +14,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from packhorse.datasets import _ExamplesWithStats, make_meta_dataset, open_meta_dataset
-from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
+from raising import raises_bad_sample, raises_config
 from row_files import WRITERS
 
 
@@ -177,7 +177,7 @@ def test_the_world_is_found_out_when_not_given(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert [open_meta_dataset(meta, shard_data=True).key(i) for i in range(2)] == ["a/1", "a/3"]
-    with pytest.raises(ConfigError, match="give both or neither"):
+    with raises_config("rank", 1, match="give both or neither"):
         open_meta_dataset(meta, shard_data=True, rank=1)
 
 
@@ -209,7 +209,7 @@ def test_a_bad_row_stops_the_load_or_is_dropped_by_name(tmp_path: Path) -> None:
     lines = (tmp_path / "a.jsonl").read_text().splitlines()
     lines[2] = lines[2][:10]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    with pytest.raises(BadSample, match=r"a/2: .*a\.jsonl:3 \(byte \d+\): not valid JSON"):
+    with raises_bad_sample("malformed_row", key="a/2", match=r"a\.jsonl:3 \(byte \d+\): not valid JSON"):
         make_meta_dataset(meta)
     examples = make_meta_dataset(meta, on_bad="skip")
     assert len(examples) == 3
@@ -218,9 +218,9 @@ def test_a_bad_row_stops_the_load_or_is_dropped_by_name(tmp_path: Path) -> None:
     assert examples.ledger.lost() == 1
     lazy = open_meta_dataset(meta)
     assert (lazy[1], lazy[3]) == (examples[1], examples[2])
-    with pytest.raises(BadSample, match="a/2: "):
+    with raises_bad_sample("malformed_row", key="a/2"):
         lazy[2]
-    with pytest.raises(ConfigError, match="on_bad='drop'"):
+    with raises_config("on_bad", "drop"):
         make_meta_dataset(meta, on_bad="drop")  # type: ignore[arg-type]
 
 
@@ -239,14 +239,14 @@ def test_a_dict_will_do_for_a_meta_file(tmp_path: Path) -> None:
     write_meta(tmp_path, {}, a=[chat(0)])
     meta = {"a": {"file_name": str(tmp_path / "a.jsonl")}}
     assert len(open_meta_dataset(meta)) == len(make_meta_dataset(meta)) == 1
-    with pytest.raises(ConfigError, match="meta: dataset 'a' has no file_name"):
+    with raises_config("file_name", None, match="meta: dataset 'a' has no file_name"):
         open_meta_dataset({"a": {}})
 
 
 def test_rows_whose_roles_have_other_names_are_rejected_with_the_remedy(tmp_path: Path) -> None:
     turns = [{"role": "asker", "content": "q"}, {"role": "helper", "content": "a"}]
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[{"messages": turns}] * 3)
-    with pytest.raises(ConfigError, match=r"a/0: turn 0 has role 'asker'.*Set tags="):
+    with raises_config("tags", match=r"a/0: turn 0 has role 'asker'.*Set tags="):
         open_meta_dataset(meta)
     one_odd = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[{"messages": turns}, chat(1)])
     assert len(make_meta_dataset(one_odd)) == 2
@@ -354,45 +354,52 @@ def test_two_datasets_of_the_same_file_are_both_delivered_and_remarked(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("meta", "names", "message"),
+    ("entry", "setting", "value"),
     [
-        ({"a": {"file_name": "a.jsonl"}}, ["x"], "no dataset x; it has a"),
-        ({"coco": {"file_name": "a.jsonl"}}, ["cocoa"], r"no dataset cocoa \(did you mean 'coco'\?\)"),
-        ({"a": {"file_name": "a.jsonl"}}, ["a", "a"], "a twice"),
-        ({"a": {}}, None, "dataset 'a' has no file_name"),
-        (
-            {"a": {"file_name": "a.jsonl", "ratio": 1}},
-            None,
-            "dataset 'a' has unknown ratio; known are file_name",
-        ),
-        (
-            {"a": {"filename": "a.jsonl", "mediadir": "b"}},
-            None,
-            r"unknown filename \(did you mean 'file_name'\?\), mediadir \(did you mean 'media_dir'\?\)",
-        ),
-        (
-            {"a": {"file_name": "a.jsonl", "sample_ratio": "half"}},
-            None,
-            "sample_ratio='half', expected a number",
-        ),
-        ({"a": {"file_name": "a.jsonl", "sample_ratio": -1}}, None, "sample_ratio=-1"),
-        ({"a": {"file_name": 3}}, None, "file_name=3, expected a str"),
-        ({"a": {"file_name": "a.jsonl", "columns": {"x": "y"}}}, None, "dataset 'a': unknown columns: x"),
-        ({"a": "a.jsonl"}, None, "dataset 'a' is a str"),
-        ("a.jsonl", None, "expected an object of datasets"),
+        ({}, "file_name", None),
+        ({"file_name": "a.jsonl", "ratio": 1}, "ratio", 1),
+        ({"file_name": "a.jsonl", "sample_ratio": "half"}, "sample_ratio", "half"),
+        ({"file_name": 3}, "file_name", 3),
+        ({"file_name": "a.jsonl", "columns": {"x": "y"}}, "columns", ["x"]),
+        ("a.jsonl", "a", "a.jsonl"),
     ],
 )
-def test_a_meta_file_that_is_not_in_order_says_where(
-    tmp_path: Path, meta: Any, names: Any, message: str
+def test_an_entry_of_a_meta_file_that_is_not_in_order_says_where(
+    tmp_path: Path, entry: Any, setting: str, value: Any
 ) -> None:
-    path = write_meta(tmp_path, meta, a=[chat(0)])
-    with pytest.raises(ValueError, match=message):
-        make_meta_dataset(path, names)
+    path = write_meta(tmp_path, {"a": entry}, a=[chat(0)])
+    with raises_config(setting, value, match="dataset 'a'"):
+        make_meta_dataset(path)
+
+
+def test_a_negative_ratio_is_rejected(tmp_path: Path) -> None:
+    meta = {"a": {"file_name": "a.jsonl", "sample_ratio": -1}}
+    with raises_config("sample_ratio", -1):
+        make_meta_dataset(write_meta(tmp_path, meta, a=[chat(0)]))
+
+
+def test_a_name_that_is_unknown_has_a_suggestion(tmp_path: Path) -> None:
+    meta = write_meta(tmp_path, {"coco": {"file_name": "a.jsonl"}}, a=[chat(0)])
+    with raises_config("dataset_names", ["x"], match=r"meta\.json: .*no dataset x; it has coco"):
+        make_meta_dataset(meta, ["x"])
+    with raises_config("dataset_names", ["cocoa"], match=r"cocoa \(did you mean 'coco'\?\)"):
+        make_meta_dataset(meta, ["cocoa"])
+    with raises_config("dataset_names", ["coco"], match="coco twice"):
+        make_meta_dataset(meta, ["coco", "coco"])
+    mistyped = {"a": {"filename": "a.jsonl", "mediadir": "b"}}
+    words = r"filename \(did you mean 'file_name'\?\), mediadir \(did you mean 'media_dir'\?\); known are"
+    with raises_config("filename", "a.jsonl", match=words):
+        make_meta_dataset(mistyped)
+
+
+def test_a_meta_file_of_something_else_is_named(tmp_path: Path) -> None:
+    with raises_config(path=tmp_path / "meta.json", match="expected an object of datasets"):
+        make_meta_dataset(write_meta(tmp_path, "a.jsonl", a=[chat(0)]))
 
 
 def test_a_name_that_stands_twice_in_the_meta_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text('{"a": {"file_name": "x"}, "a": {"file_name": "y"}}')
-    with pytest.raises(ConfigError, match="duplicate name 'a'"):
+    with raises_config(path=tmp_path / "meta.json", match="duplicate name 'a'"):
         make_meta_dataset(tmp_path / "meta.json")
 
 

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 import packhorse.datasets as datasets
-from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger, default_ledger
+from raising import raises_bad_sample, raises_config
 
 convert = datasets._convert_sharegpt_to_conversation
 
@@ -137,9 +137,8 @@ def test_extras_of_an_entry_cannot_replace_the_part_itself() -> None:
     ],
 )
 def test_fields_that_are_not_what_they_should_be_are_rejected_by_row(extra: dict[str, Any]) -> None:
-    with pytest.raises(BadSample, match="set/5: ") as error:
+    with raises_bad_sample("wrong_format", key="set/5"):
         convert(row("x") | extra, key="set/5")
-    assert error.value.reason == "wrong_format"
 
 
 def test_a_user_turn_with_nothing_left_is_one_empty_text() -> None:
@@ -178,9 +177,8 @@ def test_an_inconsistent_row_is_recorded_or_raised(example: dict[str, Any], reas
     (drop,) = ledger
     assert (drop.key, drop.stage, drop.reason, drop.action) == ("set/3", "convert", reason, action)
     assert drop.detail
-    with pytest.raises(BadSample, match=r"^set/3: ") as error:
+    with raises_bad_sample(reason, key="set/3"):
         convert(example, key="set/3", strict=True)
-    assert error.value.reason == reason
 
 
 def test_without_a_ledger_findings_go_to_the_processes_own() -> None:
@@ -211,22 +209,23 @@ def test_the_rest_of_an_inconsistent_row_is_delivered() -> None:
     ],
 )
 def test_a_row_of_another_format_says_what_it_has(example: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadSample, match=message) as error:
+    with raises_bad_sample("wrong_format", match=message):
         convert(example)
-    assert error.value.reason == "wrong_format"
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "setting", "value", "remedy"),
     [
-        ({"columns": {"message": "x"}}, r"unknown columns: message \(did you mean 'messages'\?\)"),
-        ({"tags": {"role": "from"}}, r"unknown tags: role \(did you mean 'role_tag'\?\)"),
-        ({"tags": {"role_tag": 3}}, "expected a string"),
-        ({"confine": True}, "needs a media_dir"),
+        ({"columns": {"message": "x"}}, "columns", ["message"], r"message \(did you mean 'messages'\?\)"),
+        ({"tags": {"role": "from"}}, "tags", ["role"], r"role \(did you mean 'role_tag'\?\)"),
+        ({"tags": {"role_tag": 3}}, "role_tag", 3, "expected a string"),
+        ({"confine": True}, "confine", True, "needs a media_dir"),
     ],
 )
-def test_a_wrong_format_description_is_the_callers_error(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_wrong_format_description_is_the_callers_error(
+    options: dict[str, Any], setting: str, value: Any, remedy: str
+) -> None:
+    with raises_config(setting, value, match=remedy):
         convert(row("x"), **options)
 
 
@@ -236,15 +235,14 @@ def test_media_outside_the_folder_are_rejected_when_asked(tmp_path: Path) -> Non
     (tmp_path / "secret.jpg").touch()
     os.symlink(tmp_path / "secret.jpg", inside / "link.jpg")
     ready = {"messages": [{"role": "user", "content": [{"type": "image", "image": {"path": "../x.jpg"}}]}]}
-    with pytest.raises(BadSample, match="set/1"):
+    with raises_bad_sample("outside_media_dir", key="set/1"):
         convert(ready, media_dir=str(inside), confine=True, key="set/1")
     frames = row("<video>", videos=[[{"path": "/etc/passwd"}]])
-    with pytest.raises(BadSample, match="set/1"):
+    with raises_bad_sample("outside_media_dir", key="set/1"):
         convert(frames, media_dir=str(inside), confine=True, key="set/1")
     for path in ("../secret.jpg", "link.jpg", tmp_path / "secret.jpg", "/etc/passwd", "s3://b/x.jpg"):
         example = row("<image>", images=[path])
-        with pytest.raises(BadSample, match="set/1") as error:
+        with raises_bad_sample("outside_media_dir", key="set/1"):
             convert(example, media_dir=str(inside), confine=True, key="set/1")
-        assert error.value.reason == "outside_media_dir"
         convert(example, media_dir=str(inside))  # not asked
     assert user_parts(row("<image>", images=["a/../b.jpg"]), media_dir=str(inside), confine=True)

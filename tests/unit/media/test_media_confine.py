@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from packhorse.errors import BadSample
 from packhorse.media import confine, resolve
+from raising import raises_bad_sample
 
 
 @pytest.fixture
@@ -25,10 +25,8 @@ def media(tmp_path: Path) -> Path:
 
 
 def assert_outside(path: object, media_dir: object) -> None:
-    with pytest.raises(BadSample, match="not inside the media folder") as caught:
+    with raises_bad_sample("outside_media_dir", stage="convert"):
         resolve(path, media_dir, confined=True)
-    assert caught.value.reason == "outside_media_dir"
-    assert caught.value.stage == "convert"
 
 
 def test_relative_paths_get_the_media_folder_and_others_do_not(media: Path) -> None:

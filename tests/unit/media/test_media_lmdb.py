@@ -8,8 +8,9 @@ import lmdb
 import pytest
 from media_samples import write_database
 
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import BadSample
 from packhorse.media import read_bytes
+from raising import raises_config
 
 
 def bad_sample(source: str) -> BadSample:
@@ -80,7 +81,7 @@ def test_an_empty_value_is_broken(tmp_path: Path) -> None:
 def test_a_database_that_the_caller_holds_open_is_the_callers_mistake(tmp_path: Path) -> None:
     database = write_database(tmp_path / "db.lmdb")
     mine = lmdb.open(str(database), readonly=True)
-    with pytest.raises(ConfigError, match="already open in this process"):
+    with raises_config(path=database, match="already open in this process"):
         read_bytes(f"{database}::key")
     mine.close()
     assert read_bytes(f"{database}::key") == b"value"

@@ -11,7 +11,6 @@ import soundfile
 from media_samples import decode_all, make_image
 from PIL import Image
 
-from packhorse.errors import BadSample, ConfigError
 from packhorse.formats.example_media import preload_media
 from packhorse.media import (
     VideoFrames,
@@ -23,6 +22,7 @@ from packhorse.media import (
     sampling_of,
 )
 from packhorse.types import MediaRef
+from raising import raises_bad_sample, raises_config
 
 SAMPLING = VideoSampling(fps=2, min_frames=4, max_frames=768, temporal_patch_size=2)
 
@@ -97,13 +97,12 @@ def test_the_rows_options_override_the_sampling_and_can_be_counted_beforehand(
     "options", [{"fps": 0}, {"fps": "fast"}, {"max_frames": -1}, {"frame_indices": "all"}]
 )
 def test_invalid_options_are_the_rows_fault(video: Path, options: dict) -> None:
-    with pytest.raises(BadSample, match=r"clip\.mp4: ") as caught:
+    with raises_bad_sample("wrong_format", match=r"clip\.mp4: "):
         load_media(MediaRef("video", str(video), options))
-    assert caught.value.reason == "wrong_format"
 
 
 def test_a_wrong_backend_stays_the_callers_fault(video: Path) -> None:
-    with pytest.raises(ConfigError):
+    with raises_config("backend", "none"):
         load_media(MediaRef("video", str(video)), backend="none")
 
 
@@ -152,7 +151,7 @@ def test_a_preloaded_video_keeps_the_size_of_the_original(example: dict) -> None
     part = parts(preload_media(example))[1]
     ref = MediaRef("video", part["video"], {k: v for k, v in part.items() if k not in ("type", "video")})
     assert media_size(ref) == VideoInfo(60, 48, 64, 30.0, 2.0)
-    with pytest.raises(BadSample, match="video_metadata does not describe these frames"):
+    with raises_bad_sample("wrong_format", match="video_metadata does not describe these frames"):
         load_media(MediaRef("video", part["video"][:1], ref.options))
 
 
@@ -164,17 +163,14 @@ def test_metadata_that_name_no_frames_do_not_stop_the_sampling() -> None:
 
 def test_a_missing_media_item_is_reported_with_its_reason(example: dict, png: Path) -> None:
     png.unlink()
-    with pytest.raises(BadSample, match=r"no file .*image\.png") as caught:
+    with raises_bad_sample("missing_media", stage="media", match=r"no file .*image\.png"):
         preload_media(example)
-    assert caught.value.reason == "missing_media"
-    assert caught.value.stage == "media"
 
 
 def test_a_turn_without_content_is_the_rows_fault(example: dict) -> None:
     example["conversation"].append({"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]})
-    with pytest.raises(BadSample, match="the content of turn 3 is missing") as caught:
+    with raises_bad_sample("wrong_format", match="the content of turn 3 is missing"):
         preload_media(example)
-    assert caught.value.reason == "wrong_format"
 
 
 def test_importing_the_package_imports_no_optional_or_heavy_one() -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from packhorse.errors import BadSample
 from packhorse.formats.example_media import FAKE_IMAGE_SIZE, inject_fake_image
 from packhorse.media import VideoInfo, load_media, placeholder_media
+from raising import raises_bad_sample
 
 
 def roles(example: dict) -> list[str]:
@@ -114,5 +114,5 @@ def test_injecting_twice_is_injecting_once() -> None:
 
 
 def test_an_example_in_another_format_is_rejected() -> None:
-    with pytest.raises(BadSample, match="'conversation' is missing"):
+    with raises_bad_sample("wrong_format", match="'conversation' is missing"):
         inject_fake_image({"messages": []})

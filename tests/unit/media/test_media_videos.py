@@ -16,9 +16,10 @@ from media_samples import CLOSED, OPEN_GROUPS, decode_all, make_image, noise, wr
 from PIL import Image
 from torchcodec.decoders import VideoDecoder
 
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import BadSample
 from packhorse.media import VideoInfo, VideoSampling, load_video, probe_video
 from packhorse.media import container as container_module
+from raising import raises_bad_sample, raises_config
 
 KINDS = {
     "b-frames.mp4": {"options": CLOSED},
@@ -317,9 +318,9 @@ def test_frames_larger_than_the_limit_are_rejected_before_decoding(video: Path) 
 
 
 def test_a_wrong_backend_or_rate_is_the_callers_mistake(video: Path) -> None:
-    with pytest.raises(ConfigError, match="backend='opencv': expected auto, pyav, decord, torchcodec"):
+    with raises_config("backend", "opencv", match="expected auto, pyav, decord, torchcodec"):
         load_video(video, backend="opencv")
-    with pytest.raises(ConfigError, match="fps=0"):
+    with raises_config("fps", 0):
         load_video(video, fps=0)
 
 
@@ -370,7 +371,7 @@ def test_the_rate_of_frames_gives_them_times_and_takes_them_all(folder: Path) ->
     assert loaded.metadata.video_backend == "pil"
     assert len(load_video(folder, sampling=sampling).frames) == 12
     assert len(load_video(folder, sampling=sampling, max_frames=6).frames) == 6
-    with pytest.raises(ConfigError, match="no rate"):
+    with raises_config("fps", match="no rate"):
         _ = load_video(folder).metadata.timestamps
 
 
@@ -450,6 +451,6 @@ class LazyImage(Image.Image):
 
 @pytest.mark.parametrize("call", [probe_video, load_video])
 def test_what_a_decoder_raises_is_an_error_of_its_video(call: Any) -> None:
-    with pytest.raises(BadSample, match=r"cannot be decoded \(ZeroDivisionError: no rows\)") as caught:
+    words = r"cannot be decoded \(ZeroDivisionError: no rows\)"
+    with raises_bad_sample("broken_media", stage="media", match=words):
         call([LazyImage(), LazyImage()])
-    assert (caught.value.reason, caught.value.stage) == ("broken_media", "media")

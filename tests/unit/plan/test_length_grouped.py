@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, Sampler
 
 import packhorse.samplers as samplers
 from packhorse import distributed
-from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.plan import length_grouped
 from packhorse.samplers import LengthGroupedSampler
 from packhorse.types import World
+from raising import raises_config
 
 
 def rows_of(*lengths: int) -> list[dict[str, Any]]:
@@ -218,14 +218,14 @@ def test_ranks_of_different_size_have_similar_lengths_at_the_same_place():
 
 @pytest.mark.parametrize("smallest", [-1, 4])
 def test_an_agreed_number_that_this_rank_cannot_have_is_rejected(smallest: int):
-    with pytest.raises(ConfigError, match="this rank has 3 rows"):
+    with raises_config("smallest", smallest, match="this rank has 3 rows"):
         LengthGroupedSampler(rows_of(1, 2, 3), smallest=smallest)
 
 
 def test_a_world_of_one_is_independent_and_a_larger_one_needs_the_counts():
     assert len(LengthGroupedSampler(rows_of(1, 2), max_length=1, world=World())) == 2
     assert len(LengthGroupedSampler(rows_of(1, 2), world=World(1, 2))) == 2
-    with pytest.raises(ConfigError, match=r"torch\.distributed"):
+    with raises_config("max_length", 1, match=r"torch\.distributed"):
         LengthGroupedSampler(rows_of(1, 2), max_length=1, world=World(1, 2))
 
 
@@ -268,14 +268,14 @@ def test_a_sampler_goes_on_where_its_state_was_taken(position: int):
 
 def test_a_state_of_another_order_is_rejected():
     state = LengthGroupedSampler(rows_of(1, 2, 3), batch_size=2).state_dict()
-    for other in (
-        LengthGroupedSampler(rows_of(1, 2, 3), batch_size=1),
-        LengthGroupedSampler(rows_of(1, 2, 3), seed=0, batch_size=2),
-        LengthGroupedSampler(rows_of(1, 2), batch_size=2),
+    for setting, value, other in (
+        ("batch_size", 2, LengthGroupedSampler(rows_of(1, 2, 3), batch_size=1)),
+        ("seed", 42, LengthGroupedSampler(rows_of(1, 2, 3), seed=0, batch_size=2)),
+        ("samples", 3, LengthGroupedSampler(rows_of(1, 2), batch_size=2)),
     ):
-        with pytest.raises(ConfigError, match="the state has"):
+        with raises_config(setting, value, match="the state has"):
             other.load_state_dict(state)
-    with pytest.raises(ConfigError, match="position 4 of 3"):
+    with raises_config("position", 4):
         LengthGroupedSampler(rows_of(1, 2, 3), batch_size=2).load_state_dict({**state, "position": 4})
 
 

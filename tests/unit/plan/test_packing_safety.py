@@ -16,6 +16,7 @@ from packhorse.integrations.attention import varlen_attention, varlen_mask
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan, neat_pack_dataset_vlm, plan_key, plan_packs
 from packhorse.plan.lengths import sample_lengths
+from raising import raises_config
 
 
 class Encoded(Dataset):
@@ -86,7 +87,7 @@ def test_counts_are_not_exact_where_a_hook_may_change_tokens():
 
 
 def test_empty_samples_are_not_kept_with_limits():
-    with pytest.raises(ConfigError, match="empty='keep' with limits"):
+    with raises_config("empty", "keep", match="with limits"):
         plan_packs([0, 0, 0, 5], 8, limits={"documents": (np.ones(4, int), 2)}, empty="keep")
 
 
@@ -134,9 +135,9 @@ def test_keys_are_compared_as_they_are_saved(tmp_path):
     key = {"source": ("a", "b")}
     plan_packs([3, 4], 8).save(tmp_path / "plan", key)
     assert len(PackPlan.load(tmp_path / "plan", key)) == 1
-    with pytest.raises(ConfigError, match="no seed; this run has seed=None"):
+    with raises_config("seed", None, path=tmp_path / "plan", match="no seed; this run has seed=None"):
         PackPlan.load(tmp_path / "plan", {**key, "seed": None})
-    with pytest.raises(ConfigError, match="JSON"):
+    with raises_config("key", match="JSON"):
         PackPlan.load(tmp_path / "plan", {"source": object()})
 
 

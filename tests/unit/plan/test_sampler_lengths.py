@@ -20,10 +20,11 @@ from packhorse.datasets import (
     make_meta_dataset,
     open_meta_dataset,
 )
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import BadSample
 from packhorse.formats.estimate import columns_of
 from packhorse.samplers import LengthGroupedSampler
 from packhorse.types import World
+from raising import raises_config
 
 
 def row(words: int, **more: Any) -> dict[str, Any]:
@@ -201,7 +202,7 @@ def test_ranks_agree_without_talking_where_everything_is_counted(
 
 def test_rows_split_across_another_world_are_rejected(counted: dict[str, Any]):
     shard = open_meta_dataset(counted, shard_data=True, rank=0, world_size=2)
-    with pytest.raises(ConfigError, match=r"split across \[2\] ranks"):
+    with raises_config("world", 3, match=r"split across \[2\] ranks"):
         LengthGroupedSampler(shard, world=World(0, 3))
 
 
@@ -301,5 +302,5 @@ def test_lengths_can_be_given(counted: dict[str, Any]):
 
 @pytest.mark.parametrize("counts", [[1], [1.5, 2.5], [[1, 2]]])
 def test_counts_that_do_not_fit_are_rejected(counts: Any):
-    with pytest.raises(ConfigError, match="one integer for each"):
+    with raises_config("counts", np.shape(counts)):
         LengthGroupedSampler([{}, {}], counts=counts)

@@ -10,11 +10,11 @@ from contract.processors import processor
 from count_samples import write_chats
 from packhorse.count.counting import count_meta
 from packhorse.datasets import open_meta_dataset
-from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.plan import length_grouped
 from packhorse.samplers import LengthGroupedSampler
 from packhorse.types import World
+from raising import raises_config
 
 
 def rows_of(rows: int) -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def test_lengths_that_the_caller_gives_are_not_agreed_on_by_those_of_count_files
     dataset = open_meta_dataset(meta, shard_data=True, rank=0, world_size=2)
     counts = np.array([100] * 10 + [6000] * (len(dataset) - 10))
     options: dict[str, Any] = {"processor": made, "max_length": 1000, "counts": counts}
-    with pytest.raises(ConfigError, match=r"other ranks drop is unknown.*pass smallest="):
+    with raises_config("max_length", 1000, match="pass smallest="):
         LengthGroupedSampler(dataset, world=World(0, 2), **options)
     sampler = LengthGroupedSampler(dataset, world=World(0, 2), smallest=9, **options)
     assert len(sampler) == len(list(sampler)) == 9
@@ -51,7 +51,7 @@ def test_more_rows_than_a_rank_has_cannot_be_agreed_on(tmp_path: Path) -> None:
     meta = write_chats(tmp_path, 16)
     count_meta(meta, made)
     dataset = open_meta_dataset(meta, shard_data=True, rank=0, world_size=2)
-    with pytest.raises(ConfigError, match="every rank has 8 rows, but this one has 0"):
+    with raises_config("dataset", 0, match="every rank has 8 rows"):
         Longer(dataset, processor=made, max_length=5000, world=World(0, 2))
 
 

@@ -12,13 +12,14 @@ from count_samples import chat, save_processor, write_meta
 from packhorse import LoaderConfig, World
 from packhorse.count.counting import count_meta
 from packhorse.datasets import convert_sharegpt_to_conversation, open_rows
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import BadSample
 from packhorse.formats.conversation import parse_conversation
 from packhorse.tools.check import check_meta
 from packhorse.tools.view.plan_report import plan_report
 from packhorse.tools.view.plan_viewer import PlanViewer
 from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 from packhorse.tools.view.server import make_app
+from raising import raises_bad_sample, raises_config
 from view_samples import ask
 
 
@@ -47,17 +48,17 @@ def test_a_row_above_the_limit_is_rejected_with_its_size_and_place_and_never_par
         assert error.reason == "row_too_large"
         assert rows.location(number) in error.detail
         assert "bytes, more than the limit of 1,000" in error.detail
-        with pytest.raises(BadSample, match="more than the limit of 1,000"):
+        with raises_bad_sample("row_too_large", match="more than the limit of 1,000"):
             rows[number]
 
 
 def test_the_text_of_a_conversation_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACKHORSE_MAX_TEXT_CHARS", "1000")
     parts = [{"type": "text", "text": "a" * 600}, {"type": "text", "text": "b" * 600}]
-    with pytest.raises(BadSample, match="1,200 characters of text, more than the limit of 1,000") as caught:
+    words = "1,200 characters of text, more than the limit of 1,000"
+    with raises_bad_sample("row_too_large", key="coco/1", match=words):
         parse_conversation({"conversation": [{"role": "user", "content": parts}]}, "coco/1")
-    assert (caught.value.reason, caught.value.key) == ("row_too_large", "coco/1")
-    with pytest.raises(BadSample, match="1,500,000 characters of text"):
+    with raises_bad_sample("row_too_large", match="1,500,000 characters of text"):
         convert_sharegpt_to_conversation(row(300_000))
     assert parse_conversation({"conversation": [{"role": "user", "content": "a" * 1000}]}).messages
 
@@ -65,7 +66,7 @@ def test_the_text_of_a_conversation_has_a_limit_of_its_own(monkeypatch: pytest.M
 def test_a_limit_that_is_no_number_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("many", "0", "-1", "9" * 5000):
         monkeypatch.setenv("PACKHORSE_MAX_TEXT_CHARS", value)
-        with pytest.raises(ConfigError, match="PACKHORSE_MAX_TEXT_CHARS="):
+        with raises_config("PACKHORSE_MAX_TEXT_CHARS", value):
             parse_conversation({"conversation": []})
 
 

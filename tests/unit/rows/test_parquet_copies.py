@@ -18,10 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from packhorse.count.parts import part_digest
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import BadSample
 from packhorse.rows import parquet as arrow
 from packhorse.rows.parquet import ParquetRows, _check, _validate
 from packhorse.rows.row_files import open_rows
+from raising import raises_config
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -238,7 +239,7 @@ def test_a_copy_is_never_made_of_a_file_that_has_changed(path: str, cache: Path)
     with open(copy, "r+b") as file:
         file.write(damaged)
     pq.write_table(pa.Table.from_pylist(ROWS[:10]), path)
-    with pytest.raises(ConfigError, match=r"rows\.parquet: the file has changed since it was opened"):
+    with raises_config(path=path, match="the file has changed since it was opened"):
         rows[300]
     assert copy.read_bytes() == damaged
     assert list(open_rows(path)) == ROWS[:10]
@@ -251,7 +252,7 @@ def test_a_file_that_changes_while_it_is_copied_leaves_no_copy(tmp_path: Path, c
     rows.__dict__.update(open_rows(str(file)).__getstate__())  # type: ignore[operator]
     copy_in(cache).unlink()
     pq.write_table(pa.Table.from_pylist(ROWS[:10]), file)
-    with pytest.raises(ConfigError, match="has changed since it was opened"):
+    with raises_config(path=file, match="has changed since it was opened"):
         rows._open()
     assert not list((cache / "arrow-2").iterdir())
 

@@ -25,6 +25,7 @@ from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
 from packhorse.rows.index import EmptyLines, scan_lines
 from packhorse.rows.row_files import JsonRows, RowFile, gc_paused, open_rows
+from raising import raises_bad_sample, raises_config
 from row_files import WRITERS
 
 ROWS = [{"id": i, "text": "ü" * i, "nested": [{"a": i}]} for i in range(40)]
@@ -244,18 +245,17 @@ def test_a_malformed_line_names_file_line_and_byte_and_costs_no_other_row(
     path = write(tmp_path / "x.jsonl", b'{"id": 0}\n\n' + bad + b'\n{"id": 2}\n')
     rows = open_rows(path)
     assert len(rows) == 3
-    with pytest.raises(BadSample, match=rf"x\.jsonl:3 \(byte 11\): {message}") as error:
+    with raises_bad_sample("malformed_row", match=rf"x\.jsonl:3 \(byte 11\): {message}"):
         rows[1]
-    assert error.value.reason == "malformed_row"
     assert rows[0] == {"id": 0}
     assert rows[2] == {"id": 2}
     good_or_error = list(rows.read(range(3)))
     assert good_or_error[0] == {"id": 0}
     assert isinstance(good_or_error[1], BadSample)
     assert good_or_error[2] == {"id": 2}
-    with pytest.raises(BadSample, match="byte 11"):
+    with raises_bad_sample("malformed_row", match="byte 11"):
         _load_json_or_jsonl(path)
-    with pytest.raises(BadSample, match="byte 11"):
+    with raises_bad_sample("malformed_row", match="byte 11"):
         _load_jsonl_for_rank(path, 1.0, 1, 3)
     assert _load_jsonl_for_rank(path, 1.0, 2, 3) == ([{"id": 2}], 3)
     with pytest.raises(ValueError, match="rank=0, world size=0: expected size >= 1"):
@@ -266,7 +266,7 @@ def test_a_malformed_element_of_an_array_is_named_by_byte(tmp_path: Path) -> Non
     path = write(tmp_path / "x.json", b'[{"id": 0}, {"id": nope}, {"id": 2}]')
     rows = open_rows(path)
     assert (rows[0], rows[2]) == ({"id": 0}, {"id": 2})
-    with pytest.raises(BadSample, match=r"x\.json, element 1 \(byte 11\): not valid JSON"):
+    with raises_bad_sample("malformed_row", match=r"x\.json, element 1 \(byte 11\): not valid JSON"):
         rows[1]
 
 
@@ -286,15 +286,15 @@ def test_a_missing_file_and_a_file_of_another_kind_are_named(tmp_path: Path) -> 
         open_rows(str(tmp_path / "no.jsonl"))
     with pytest.raises(FileNotFoundError, match=r"memory://no/rows\.jsonl"):
         open_rows("memory://no/rows.jsonl")
-    with pytest.raises(ValueError, match=r"x\.json: expected a JSON array"):
+    with raises_config(path=tmp_path / "x.json", match="expected a JSON array"):
         _load_json_or_jsonl(write(tmp_path / "x.json", b'{"id": 0}\n{"id": 1}\n'))
-    with pytest.raises(ConfigError, match="is a folder, expected a file of rows"):
+    with raises_config(path=tmp_path, match="is a folder, expected a file of rows"):
         open_rows(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"x\.parquet: not a readable Parquet file"):
+    with raises_config(path=tmp_path / "x.parquet"):
         open_rows(write(tmp_path / "x.parquet", b"PAR1 no"))
     for name in ("x.jsonl.gz", "x.jsonl.zst"):
         whole = WRITERS[name[2:]](tmp_path, ROWS)
-        with pytest.raises(ConfigError, match=rf"{name}: cannot be unpacked"):
+        with raises_config(path=tmp_path / name, match="cannot be unpacked"):
             open_rows(write(tmp_path / name, Path(whole).read_bytes()[:-20]))
 
 
@@ -400,7 +400,7 @@ def test_a_file_cut_short_under_an_open_reader_is_an_error_not_a_crash(tmp_path:
     path = WRITERS["jsonl"](tmp_path, ROWS)
     rows = open_rows(path)
     os.truncate(path, 100)
-    with pytest.raises(ConfigError, match="shorter than when it was opened"):
+    with raises_config(path=path, match="shorter than when it was opened"):
         rows[39]
 
 
@@ -408,7 +408,7 @@ def test_a_file_that_changed_between_processes_is_rejected(tmp_path: Path) -> No
     path = WRITERS["jsonl"](tmp_path, ROWS)
     frozen = pickle.dumps(open_rows(path))
     WRITERS["jsonl"](tmp_path, ROWS[:3])
-    with pytest.raises(ConfigError, match="has changed"):
+    with raises_config(path=path, match="has changed"):
         pickle.loads(frozen)
 
 
@@ -417,7 +417,7 @@ def test_a_row_spoilt_after_opening_says_that_the_file_has_changed(tmp_path: Pat
     rows = open_rows(str(path))
     time.sleep(0.01)
     path.write_bytes(path.read_bytes().replace(b'{"id": 3,', b'{"id"  3,'))
-    with pytest.raises(BadSample, match="has changed since"):
+    with raises_bad_sample("malformed_row", match="has changed since"):
         rows[3]
 
 
