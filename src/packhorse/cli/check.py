@@ -66,9 +66,9 @@ def check(
         from packhorse.tools.check import check_meta, check_target, write_fixed
 
         if drop_duplicates and fix is None:
-            raise ConfigError("--drop-duplicates needs --fix DIR")
+            raise ConfigError("drop_duplicates needs --fix DIR", setting="drop_duplicates", value=True)
         if max_length is not None and processor is None:
-            raise ConfigError("--max-length needs --processor to count tokens")
+            raise ConfigError.of("max_length", max_length, "it needs --processor to count tokens")
         if fix is not None:
             check_target(fix)  # before the long work
         with Progress("checking") as progress:

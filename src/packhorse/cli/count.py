@@ -85,7 +85,7 @@ def count(
                 progress=progress,
             )
         if not report.datasets:
-            raise ConfigError(f"{meta}: it lists no dataset")
+            raise ConfigError(f"{meta}: it lists no dataset", path=meta)
         written: list[Path] = []
         if write_jsonl is not None:
             with Progress("writing") as progress:

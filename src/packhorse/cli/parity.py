@@ -76,8 +76,8 @@ def parity(
         except ConfigError as error:
             if processor is not None:
                 raise
-            # The path that failed is that of the model.
-            raise ConfigError(str(error).replace("processor", "model", 1)) from error
+            message = str(error).replace("processor", "model", 1)
+            raise ConfigError(message, setting="model", value=model) from error
         with Progress("encoding", unit="samples") as progress:
             chosen = choose_samples(meta, datasets, samples, opened, progress)
         if chosen.dropped and not as_json:
@@ -172,7 +172,8 @@ def choose_samples(
     if len(chosen.samples) < 2:
         bad_rows = f". {chosen.describe_dropped()}" if chosen.dropped else ""
         raise ConfigError(
-            f"{meta}: {len(chosen.samples)} rows that can be encoded, expected at least 2{bad_rows}"
+            f"{meta}: {len(chosen.samples)} rows that can be encoded, expected at least 2{bad_rows}",
+            path=meta,
         )
     return chosen
 
@@ -185,12 +186,12 @@ def check_dtype(dtype: str, device: str) -> Any:
 
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise ConfigError(f"--dtype {dtype}: expected float32, bfloat16 or float16")
+        raise ConfigError.of("dtype", dtype, "expected float32, bfloat16 or float16")
     try:
         torch.zeros(1, dtype=kind, device=device)
     except (RuntimeError, AssertionError) as error:  # what torch raises for a missing device
         detail = " ".join(str(error).split())[:200]
-        raise ConfigError(f"--device {device}: not available here ({detail})") from error
+        raise ConfigError.of("device", device, f"not available here ({detail})") from error
     return kind
 
 
@@ -222,7 +223,9 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
             loaded = auto.from_config(config, trust_remote_code=trust_remote_code).to(kind)
     except (OSError, ValueError) as error:
         detail = " ".join(str(error).split())[:300]
-        raise ConfigError(f"model {model}: cannot be opened ({detail})") from error
+        raise ConfigError(
+            f"model {model}: cannot be opened ({detail})", setting="model", value=model
+        ) from error
     return loaded.to(device)
 
 

@@ -102,14 +102,18 @@ def plan(
         from packhorse.tools.view.plan_report import plan_report, sizes_report
         from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 
-        sizes = numbers_in("--pack-size", [pack_size])
-        single_only = {"--out": out, "--ranks": ranks}
-        if len(sizes) > 1 and (given := [name for name, value in single_only.items() if value]):
-            raise ConfigError(f"{given[0]} needs a single --pack-size: several are compared without a plan")
+        sizes = numbers_in("pack_size", [pack_size])
+        if len(sizes) > 1 and (out or ranks):
+            given = "--out" if out else "--ranks"
+            raise ConfigError(
+                f"{given} needs a single pack_size: several are compared without a plan",
+                setting="pack_size",
+                value=sizes,
+            )
         target = out if out is not None else default_target(meta) if len(sizes) == 1 else None
         if target is not None:
             check_target(target)  # before the long work
-        world_sizes = numbers_in("--ranks", ranks or ())
+        world_sizes = numbers_in("ranks", ranks or ())
         config = LoaderConfig(
             data=meta,
             dataset_names=datasets or None,
@@ -146,7 +150,7 @@ def default_target(meta: str) -> Path:
     from packhorse.media.source import is_address
 
     if is_address(meta):
-        raise ConfigError(f"{meta} is not a local file: give a path for the plan with --out")
+        raise ConfigError(f"{meta} is not a local file: give a path for the plan with --out", path=meta)
     return Path(meta).with_suffix(".phplan")
 
 
@@ -155,23 +159,23 @@ def check_target(target: Path) -> None:
     from packhorse.errors import ConfigError
 
     if target.is_dir():
-        raise ConfigError(f"{target} is a folder: name a file with --out")
+        raise ConfigError(f"{target} is a folder: name a file with --out", path=target)
     parent = target.absolute().parent
     if not parent.exists():
-        raise ConfigError(
-            f"{target} cannot be written: there is no folder {parent}; make it, or name another"
-        )
+        problem = f"there is no folder {parent}; make it, or name another"
+        raise ConfigError(f"{target} cannot be written: {problem}", path=target)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{target} cannot be written: no permission to write to {parent}; change --out")
+        problem = f"no permission to write to {parent}; change --out"
+        raise ConfigError(f"{target} cannot be written: {problem}", path=target)
 
 
-def numbers_in(option: str, given: Sequence[str]) -> tuple[int, ...]:
+def numbers_in(setting: str, given: Sequence[str]) -> tuple[int, ...]:
     """Return the numbers of ``--ranks 24 --ranks 48,96``, sorted and without duplicates."""
     from packhorse.errors import ConfigError
 
     words = [word.strip() for value in given for word in value.split(",")]
     if wrong := [word for word in words if not word.isascii() or not word.isdigit() or int(word) < 1]:
-        raise ConfigError(f"{option} {wrong[0]}: expected integers above 0, e.g. {option} 24,48")
+        raise ConfigError.of(setting, wrong[0], f"expected integers above 0, e.g. {setting}=24,48")
     return tuple(sorted(set(map(int, words))))
 
 

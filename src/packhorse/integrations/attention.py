@@ -53,16 +53,16 @@ def check_attention(attn_implementation: str) -> None:
     register_varlen()
     known = {"eager", *require("transformers", "train").AttentionInterface()}
     if attn_implementation not in known:
+        hint = suggest(attn_implementation, sorted(known))
         choices = ", ".join(sorted(known))
-        raise ConfigError(
-            f"attn_implementation={attn_implementation!r}: expected one of {choices}"
-            f"{suggest(attn_implementation, sorted(known))}"
-        )
+        raise ConfigError.of("attn_implementation", attn_implementation, f"expected one of {choices}{hint}")
     flash = attn_implementation == "flash_attention_2"
     if flash and not require("transformers.utils", "train").is_flash_attn_2_available():
         raise ConfigError(
             "flash_attention_2 needs the package flash-attn and a GPU, which transformers does not find: "
-            "pip install flash-attn, or use varlen, PyTorch's kernel"
+            "pip install flash-attn, or set attn_implementation='varlen', PyTorch's kernel",
+            setting="attn_implementation",
+            value=attn_implementation,
         )
 
 
@@ -110,9 +110,11 @@ def varlen_attention(
         return output
     for name in ("softcap", "s_aux"):
         if options.get(name) is not None:
-            raise ConfigError(f"varlen attention has no {name}, which this model uses: use flex_attention")
+            raise ConfigError(
+                f"varlen attention has no {name}, which this model uses: use flex_attention", setting=name
+            )
     if dropout:
-        raise ConfigError(f"varlen attention has no dropout: set attention_dropout=0 (it is {dropout})")
+        raise ConfigError.of("attention_dropout", dropout, "varlen attention has no dropout: set it to 0")
     # Under autocast the rotary embedding returns float32, which no kernel for packs takes.
     device = query.device.type
     if torch.is_autocast_enabled(device):
@@ -120,7 +122,10 @@ def varlen_attention(
         query, key, value = (states.to(half) for states in (query, key, value))
     rows, _, length, _ = query.shape
     if max_length_q is None:
-        raise ConfigError("cu_seq_lens_q without max_length_q: use the batch of the collater unchanged")
+        raise ConfigError(
+            "cu_seq_lens_q without max_length_q: use the batch of the collater unchanged",
+            setting="max_length_q",
+        )
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     if query.is_cuda:
         result = _run_kernel(q, k, v, cu_seq_lens_q, int(max_length_q), scaling, sliding_window)
@@ -162,8 +167,8 @@ def _run_kernel(
     elif window is None:
         options["is_causal"] = True
     else:
-        raise ConfigError(
-            "this PyTorch's varlen kernel has no sliding window: update it, or use flex_attention"
+        raise ConfigError.of(
+            "sliding_window", window, "PyTorch's varlen kernel has none: update it, or use flex_attention"
         )
     result: torch.Tensor = function(query, key, value, cumulative, cumulative, longest, longest, **options)
     return result
@@ -325,8 +330,8 @@ def unsupported_features(info: AttentionInfo, backend: str, longest: int | None 
     ``longest`` is the tokens of the longest document, at most the pack size; None if unknown.
     """
     if backend not in ATTENTION:
-        raise ConfigError(
-            f"attn_implementation={backend!r}: expected 'auto' or one of {', '.join(ATTENTION)}"
+        raise ConfigError.of(
+            "attn_implementation", backend, f"expected 'auto' or one of {', '.join(ATTENTION)}"
         )
     varlen, flash = backend == "varlen", backend == "flash_attention_2"
     gpu, kernel = info.device == "cuda", (varlen or flash) and info.device == "cuda"
@@ -389,7 +394,8 @@ def choose_attention(
         raise packing_error(info.mixing)
     if attn_implementation != "auto":
         if wrong := unsupported_features(info, attn_implementation, longest):
-            raise ConfigError(f"{attn_implementation} is wrong here: {'; '.join(wrong)}")
+            detail = f"it is wrong here: {'; '.join(wrong)}"
+            raise ConfigError.of("attn_implementation", attn_implementation, detail)
         return attn_implementation
     rejected = {}
     for backend in BEST_ON_CUDA if info.device == "cuda" else BEST_ELSEWHERE:
@@ -397,4 +403,5 @@ def choose_attention(
         if not rejected[backend]:
             return backend
     reasons = "\n".join(f"- {backend}: {'; '.join(why)}" for backend, why in rejected.items())
-    raise ConfigError(f"no attention backend is right for this model on {info.device}:\n{reasons}")
+    detail = f"no backend is right for this model on {info.device}:\n{reasons}"
+    raise ConfigError.of("attn_implementation", "auto", detail)

@@ -54,7 +54,9 @@ def token_loss(
     if logits.shape[:-1] != labels.shape:
         raise ConfigError(
             f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}: expected [B, S, vocabulary] and "
-            "[B, S]; labels of a batch are already shifted, do not cut them"
+            "[B, S]; labels of a batch are already shifted, do not cut them",
+            setting="labels",
+            value=tuple(labels.shape),
         )
     summed: torch.Tensor = _SummedCrossEntropy.apply(logits, labels.to(logits.device))  # type: ignore[no-untyped-call]
     if isinstance(tokens, torch.Tensor):
@@ -134,7 +136,7 @@ def grouped(batches: Iterable[Item], gradient_accumulation_steps: int) -> Iterat
         ConfigError: ``gradient_accumulation_steps`` is below 1.
     """
     if gradient_accumulation_steps < 1:
-        raise ConfigError(f"{gradient_accumulation_steps=}: expected 1 or more")
+        raise ConfigError.of("gradient_accumulation_steps", gradient_accumulation_steps, "expected 1 or more")
     group: list[Item] = []
     for batch in batches:
         group.append(batch)
@@ -183,7 +185,9 @@ def evaluate(model: torch.nn.Module, loader: Loader, group: dist.ProcessGroup | 
     if has_process_group() and world.size != (ranks := dist.get_world_size(group)):
         raise ConfigError(
             f"the loader is for rank {world.rank} of {world.size}, but {ranks} ranks evaluate: build the "
-            "loader when torch.distributed is initialised, or pass world="
+            "loader when torch.distributed is initialised, or pass world=",
+            setting="world",
+            value=(world.rank, world.size),
         )
     if loader.cursor and loader.remaining:  # an evaluation was interrupted
         loader.set_epoch(loader.epoch + 1)

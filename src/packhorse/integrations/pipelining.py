@@ -89,14 +89,16 @@ def pipeline_inputs(
             below 1.
     """
     if isinstance(n_microbatches, bool) or n_microbatches < 1:
-        raise ConfigError(f"{n_microbatches=}: expected at least 1")
+        raise ConfigError.of("n_microbatches", n_microbatches, "expected at least 1")
     _check_keys(batch)
     # Contiguous, because microbatches are identified by their memory.
     ids, labels = batch["input_ids"].contiguous(), batch["labels"]
     if ids.dim() != 2 or labels.shape != ids.shape:
         raise ConfigError(
             f"'input_ids' of shape {tuple(ids.shape)} and 'labels' of shape {tuple(labels.shape)}: expected "
-            "[B, S] both"
+            "[B, S] both",
+            setting="labels",
+            value=tuple(labels.shape),
         )
     kwargs: dict[str, Any] = {}
     if "cu_seq_lens_q" in batch:
@@ -137,7 +139,8 @@ def segment_starts(cumulative: torch.Tensor, rows: int, length: int) -> torch.Te
     if not within or not bool(starts[-1]) or not bool(by_row[:, 0].all()):
         raise ConfigError(
             f"cu_seq_lens_q goes from {int(positions[0])} to {int(positions[-1])} in a batch of {rows} rows "
-            f"of {length} tokens: each row must begin a document, and the last must end at {rows * length}"
+            f"of {length} tokens: each row must begin a document, and the last must end at {rows * length}",
+            setting="cu_seq_lens_q",
         )
     return by_row
 
@@ -154,11 +157,12 @@ def varlen_arguments(starts: torch.Tensor) -> dict[str, Any]:
 
 def _check_keys(batch: Mapping[str, Any]) -> None:
     if missing := [key for key in ("input_ids", "labels") if batch.get(key) is None]:
-        raise ConfigError(f"the batch has no '{missing[0]}', only {', '.join(batch)}")
+        raise ConfigError(f"the batch has no '{missing[0]}', only {', '.join(batch)}", setting=missing[0])
     if unknown := [key for key in batch if key not in _KNOWN and not key.startswith("_")]:
         raise ConfigError(
             f"the batch holds '{unknown[0]}', which stages do not take: prepare media with "
-            "packhorse.pp_media.wrap_vlm_collate_for_pp, and remove keys that the model does not need"
+            "packhorse.pp_media.wrap_vlm_collate_for_pp, and remove keys that the model does not need",
+            setting=unknown[0],
         )
 
 
@@ -169,7 +173,9 @@ def _axis(name: str, value: Any, rows: int) -> int:
     if len(shape) <= axis or shape[axis] != rows:
         what = f"of shape {shape}" if shape else f"({type(value).__name__})"
         raise ConfigError(
-            f"'{name}' {what} cannot be split into microbatches: expected {rows} rows along axis {axis}"
+            f"'{name}' {what} cannot be split into microbatches: expected {rows} rows along axis {axis}",
+            setting=name,
+            value=shape,
         )
     return axis
 
@@ -181,11 +187,15 @@ def _positions(batch: Mapping[str, Any], rope: RopeIndex | None) -> torch.Tensor
         return None
     mask = batch.get("attention_mask")
     if "cu_seq_lens_q" in batch or (mask is not None and (not hasattr(mask, "dim") or mask.dim() != 2)):
-        raise ConfigError("a packed batch without 'position_ids': pass get_rope_index to the packed dataset")
+        raise ConfigError(
+            "a packed batch without 'position_ids': pass get_rope_index to the packed dataset",
+            setting="position_ids",
+        )
     if batch.get("mm_token_type_ids") is None:
         raise ConfigError(
             "the batch has media but neither 'position_ids' nor 'mm_token_type_ids', from which they are "
-            "computed: keep all tensors of the processor"
+            "computed: keep all tensors of the processor",
+            setting="mm_token_type_ids",
         )
     media = {key: torch.cat(list(parts)) for key, parts in chunks.items() if "pixel_values" not in key}
     known = {key: batch[key] for key in ("input_ids", "mm_token_type_ids")}
@@ -207,7 +217,8 @@ def _add_rows(
     if wrong := [name for name, value in kwargs.items() if not isinstance(value, torch.Tensor)]:
         raise ConfigError(
             f"'{wrong[0]}' is a {type(kwargs[wrong[0]]).__name__}, to which no row can be added: use "
-            "a batch size that is a multiple of the microbatches, or varlen or sdpa attention"
+            "a batch size that is a multiple of the microbatches, or varlen or sdpa attention",
+            setting=wrong[0],
         )
     added, source = rows < 0, rows.clamp(min=0)
     media = {getattr(config, name, None) for name in ("image_token_id", "video_token_id")}
@@ -372,9 +383,11 @@ def split_vlm(
     """
     kind = model.config.model_type
     if kind not in SPLITTABLE:
-        raise ConfigError(
-            f"cannot split a model of type '{kind}', only {', '.join(SPLITTABLE)}: write its stages yourself "
-            "and pass them their media with packhorse.pp_media.stage_vlm_media_for_pp"
+        raise ConfigError.of(
+            "model_type",
+            kind,
+            f"expected one of {', '.join(SPLITTABLE)}: write the stages of another model yourself and pass "
+            "them their media with packhorse.pp_media.stage_vlm_media_for_pp",
         )
     decoder = model.model.language_model
     total = len(decoder.layers)
@@ -382,7 +395,9 @@ def split_vlm(
     if tied and not untie:
         raise ConfigError(
             "the model ties its head to its embedding, which would be on different stages: with "
-            "split_vlm(…, untie=True) the head gets a copy of the weights and is trained separately"
+            "split_vlm(…, untie=True) the head gets a copy of the weights and is trained separately",
+            setting="untie",
+            value=untie,
         )
     # Features of the vision tower's inner layers are added after the first decoder layers.
     deep = len(getattr(model.config.vision_config, "deepstack_visual_indexes", None) or ())
@@ -390,12 +405,16 @@ def split_vlm(
     if len(numbers) != n_stages or sum(numbers) != total or min(numbers, default=0) < 1:
         raise ConfigError(
             f"layers={numbers} for {n_stages} stages of a decoder of {total} layers: expected {n_stages} "
-            f"positive numbers with the sum {total}"
+            f"positive numbers with the sum {total}",
+            setting="layers",
+            value=numbers,
         )
     if numbers[0] < deep:
-        raise ConfigError(
-            f"stage 0 has {numbers[0]} decoder layers, but features of the vision tower go into the first "
-            f"{deep} ('deepstack_visual_indexes'): give stage 0 at least {deep}"
+        raise ConfigError.of(
+            "layers",
+            numbers,
+            f"features of the vision tower go into the first {deep} decoder layers "
+            f"('deepstack_visual_indexes'): give stage 0 at least {deep}",
         )
     edges = pairwise([0, *accumulate(numbers)])
     options = _untie(model) if tied else {}
@@ -416,7 +435,7 @@ def _untie(model: PreTrainedModel) -> dict[str, Any]:
 def _layers_per_stage(total: int, n_stages: int, least: int) -> list[int]:
     """Return the layers of each stage, as even as possible with at least ``least`` on stage 0."""
     if n_stages < 1:
-        raise ConfigError(f"{n_stages=}: expected at least 1")
+        raise ConfigError.of("n_stages", n_stages, "expected at least 1")
     first = max(-(-total // n_stages), least)
     if n_stages == 1 or first == -(-total // n_stages):
         return [len(part) for part in torch.tensor_split(torch.arange(total), n_stages)]
@@ -463,18 +482,24 @@ class VlmPipeline:
         loss_fn: Loss = token_loss,
         hidden_dtype: torch.dtype | None = None,
     ) -> None:
-        if not parts or isinstance(n_microbatches, bool) or n_microbatches < 1:
-            raise ConfigError(f"{len(parts)} stages, {n_microbatches=}: expected at least one of each")
+        if not parts:
+            raise ConfigError("parts is empty: expected at least one stage", setting="parts")
+        if isinstance(n_microbatches, bool) or n_microbatches < 1:
+            raise ConfigError.of("n_microbatches", n_microbatches, "expected at least 1")
         if "kwargs_chunk_spec" not in inspect.signature(schedule).parameters:
-            raise ConfigError(
-                f"{schedule.__name__} takes no kwargs_chunk_spec, the axis along which positions are "
-                "split: use ScheduleInterleaved1F1B, Schedule1F1B or ScheduleGPipe"
+            raise ConfigError.of(
+                "schedule",
+                schedule.__name__,
+                "it takes no kwargs_chunk_spec, the axis along which positions are split: use "
+                "ScheduleInterleaved1F1B, Schedule1F1B or ScheduleGPipe",
             )
         self.single = issubclass(schedule, PipelineScheduleSingle)
         if self.single and len(parts) > 1:
-            raise ConfigError(
-                f"{schedule.__name__} runs one stage per rank, not {len(parts)}: use an interleaved "
-                "schedule, or split the model into as many stages as there are ranks"
+            raise ConfigError.of(
+                "schedule",
+                schedule.__name__,
+                f"it runs one stage per rank, not {len(parts)}: use an interleaved schedule, or split the "
+                "model into as many stages as there are ranks",
             )
         self.parts, self.n_microbatches, self.schedule = list(parts), n_microbatches, schedule
         self.device, self.group, self.hidden_dtype = torch.device(device), group, hidden_dtype
@@ -522,7 +547,9 @@ class VlmPipeline:
         if counts - {self.n_microbatches}:
             raise ConfigError(
                 f"the media of the batch were split for {sorted(counts)} microbatches, the schedule has "
-                f"{self.n_microbatches}: pass the same number to wrap_vlm_collate_for_pp"
+                f"n_microbatches={self.n_microbatches}: pass the same number to wrap_vlm_collate_for_pp",
+                setting="n_microbatches",
+                value=self.n_microbatches,
             )
         first = self.inner[0]
         inputs = pipeline_inputs(batch, self.n_microbatches, first.rope_index, first.config)

@@ -28,17 +28,21 @@ def check_world(
     if (world.rank, world.size) != (rank, size):
         raise ConfigError(
             f"the loader is for rank {world.rank} of {world.size}, but rank {rank} of {size} trains: build "
-            "the loader when torch.distributed is initialised, or pass world="
+            "the loader when torch.distributed is initialised, or pass world=",
+            setting="world",
+            value=(world.rank, world.size),
         )
     if loader.config.shard_data and size > 1 and not saved_by_all:
-        raise ConfigError(
-            "shard_data=True: each rank's loader has its own state, but checkpoints hold only one. Remove "
-            "shard_data"
+        raise ConfigError.of(
+            "shard_data",
+            True,
+            "each rank's loader has its own state, but checkpoints hold only one. Remove shard_data",
         )
-    if loader.config.gradient_accumulation_steps != gradient_accumulation_steps:
-        raise ConfigError(
-            f"{gradient_accumulation_steps} micro-batches are accumulated, but the loader has "
-            f"gradient_accumulation_steps={loader.config.gradient_accumulation_steps}: use the same"
+    if (loaders := loader.config.gradient_accumulation_steps) != gradient_accumulation_steps:
+        raise ConfigError.of(
+            "gradient_accumulation_steps",
+            gradient_accumulation_steps,
+            f"the loader has gradient_accumulation_steps={loaders}: use the same",
         )
 
 

@@ -42,7 +42,8 @@ class Packed:
     ) -> None:
         self.model, self.batch, self.bins, self.keys = model, dict(batch), bins, keys
         if "_packed_seq_ids" not in batch:
-            raise ConfigError("the batch has no '_packed_seq_ids' [B, S], the document of each token")
+            detail = "the batch has no '_packed_seq_ids' [B, S], the document of each token"
+            raise ConfigError(detail, setting="_packed_seq_ids")
         self.document_ids: torch.Tensor = batch["_packed_seq_ids"]
 
     def documents(self) -> Iterator[tuple[int, int, int]]:
@@ -287,10 +288,12 @@ def check_parity(
     if not unchecked:
         check_packable(model, measured=True)
     if not 1 <= rows < len(samples):
-        raise ConfigError(f"{len(samples)} samples for {rows} packs: expected more samples than packs")
+        detail = f"{len(samples)} samples for {rows} packs: expected more samples than packs ({rows=})"
+        raise ConfigError(detail, setting="rows", value=rows)
     names = [str(index) for index in range(len(samples))] if keys is None else list(keys)
     if len(names) != len(samples):
-        raise ConfigError(f"{len(names)} keys for {len(samples)} samples: expected one for each")
+        detail = f"{len(names)} keys for {len(samples)} samples: expected one for each"
+        raise ConfigError(detail, setting="keys", value=names)
     why_no_gradients = "" if gradients else "not requested"
     if gradients and attn_implementation == "flex_attention" and model.device.type == "cpu":
         gradients, why_no_gradients = False, "flex_attention has no backward pass on a CPU: check on a GPU"

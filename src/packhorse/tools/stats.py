@@ -177,7 +177,7 @@ def compute_stats(
     """
     started = time.monotonic()
     if not read_meta(meta, dataset_names):
-        raise ConfigError(f"{meta}: it lists no dataset")
+        raise ConfigError(f"{meta}: it lists no dataset", path="" if isinstance(meta, Mapping) else meta)
     if processor is None:
         progress = progress or Progress("estimating")
         datasets = tuple(_estimate_datasets(meta, dataset_names, engine, index_dir, progress, longest))

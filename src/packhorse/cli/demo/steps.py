@@ -56,13 +56,14 @@ def prepare_folder(folder: Path) -> None:
     The report stays until there is a new one; other files are not touched.
     """
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file: choose another folder with --out")
+        raise ConfigError(f"{folder} is a file: choose another folder with --out", path=folder)
     folder.mkdir(parents=True, exist_ok=True)
     marker = folder / _MARKER
     if not marker.exists() and any(folder.iterdir()):
         raise ConfigError(
             f"{folder} is not empty and was not written by the demo: nothing was changed; choose another "
-            "folder with --out"
+            "folder with --out",
+            path=folder,
         )
     marker.write_text(
         "This folder was written by `packhorse demo`, which overwrites it when it is run next.\n"

@@ -67,9 +67,11 @@ def check_target(folder: str | os.PathLike[str]) -> Path:
     except FileNotFoundError:
         return target
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written to ({error.strerror}): name a new folder") from error
+        reason = f"{folder} cannot be written to ({error.strerror})"
+        raise ConfigError(f"{reason}: name a new folder", path=folder) from error
     if entry is not None:
-        raise ConfigError(f"{folder} is not empty (it has {entry.name}): name a new or an empty folder")
+        reason = f"{folder} is not empty (it has {entry.name})"
+        raise ConfigError(f"{reason}: name a new or an empty folder", path=folder)
     return target
 
 
@@ -93,11 +95,12 @@ def write_fixed(
         SystemFault: the files cannot be written.
     """
     if not report.settings.repair:
-        raise ConfigError("a cleaned copy needs a check with repair=True")
+        raise ConfigError("a cleaned copy needs a check with repair=True", setting="repair", value=False)
     target = check_target(folder)
     for checked in report.files:
         if checked.file is not None and Fingerprint.of(data_source(checked.file)) != checked.state:
-            raise ConfigError(f"{checked.config.file_name} has changed since it was checked: check it again")
+            file = checked.config.file_name
+            raise ConfigError(f"{file} has changed since it was checked: check it again", path=file)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         home = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))

@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from heapq import merge
@@ -257,15 +257,16 @@ def check_meta(
     started = time.monotonic()
     if unknown := sorted(set(ignore) - set(RULES)):
         hints = ", ".join(f"{name}{suggest(name, RULES)}" for name in unknown)
-        raise ConfigError(f"no rule {hints}; there are {', '.join(RULES)}")
+        detail = f"no rule {hints}; there are {', '.join(RULES)}"
+        raise ConfigError(f"ignore: {detail}", setting="ignore", value=unknown)
     if max_length is not None and (processor is None or max_length < 1):
-        raise ConfigError(f"max_length={max_length}: expected at least 1, and a processor to count with")
+        raise ConfigError.of("max_length", max_length, "expected at least 1, and a processor to count with")
     if part_rows is not None and part_rows < 1:
-        raise ConfigError(f"part_rows={part_rows}: expected at least 1")
+        raise ConfigError.of("part_rows", part_rows, "expected at least 1")
     settings = CheckSettings(decode, max_length, tiny, frozenset(ignore), repair)
     configs = read_meta(meta, dataset_names)
     if not configs:
-        raise ConfigError(f"{meta}: it names no dataset")
+        raise ConfigError(f"{meta}: it lists no dataset", path="" if isinstance(meta, Mapping) else meta)
     for config in configs:
         check_media_dir(config)
     processor = os.fspath(processor) if isinstance(processor, os.PathLike) else processor

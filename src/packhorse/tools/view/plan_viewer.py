@@ -137,7 +137,8 @@ class PlanViewer:
         if len(self.dataset) != self.plan.samples:
             raise ConfigError(
                 f"the plan was made for {self.plan.samples:,} rows, but {config.data} now has "
-                f"{len(self.dataset):,}: run `packhorse plan` again"
+                f"{len(self.dataset):,}: run `packhorse plan` again",
+                path=str(config.data),
             )
         self.names: list[str] = list(self.dataset.lengths())
         self._starts = np.cumsum([0, *self.dataset.lengths().values()])
@@ -187,7 +188,9 @@ class PlanViewer:
         if processor is None:
             read_meta(source)  # raises if it has no datasets either
             kind = "a data file" if is_data_file(source) else "a meta file"
-            raise ConfigError(f"{source} is {kind}: pass --processor to plan it first")
+            raise ConfigError(
+                f"{source} is {kind}: pass --processor to plan it first", setting="processor", path=source
+            )
         config = LoaderConfig(data=source, pack_size=pack_size)
         planned = make_plan(PlanRequest(config, processor, trust_remote_code=trust_remote_code))
         saved = make_saved_plan(planned, plan_report(planned))
@@ -230,7 +233,8 @@ class PlanViewer:
                 if counts is None:
                     raise ConfigError(
                         f"the token counts of {config.data} are missing or out of date: run `packhorse plan` "
-                        "again"
+                        "again",
+                        path=str(config.data),
                     )
                 planner = start_up(config, self.opened, Collectives(World()), counts).planner
                 if planner.name != self.report["name"]:

@@ -308,7 +308,9 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(
-            f"cannot listen on {host}, port {port} ({reason}): choose another --port, or 0 for a free one"
+            f"cannot listen on {host}, port {port} ({reason}): choose another --port, or 0 for a free one",
+            setting="port",
+            value=port,
         ) from error
 
 
