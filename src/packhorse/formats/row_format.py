@@ -303,7 +303,7 @@ def _from_mapping(cls: type[Any], given: Mapping[str, str] | None, what: str) ->
         )
     for name, value in (given or {}).items():
         if value is not None and not isinstance(value, str):
-            raise ConfigError(f"{what}[{name!r}] is {value!r}, expected a string", setting=what, value=value)
+            raise ConfigError(f"{what}[{name!r}] is {value!r}, expected a string", setting=name, value=value)
     return cls(**(given or {}))
 
 
