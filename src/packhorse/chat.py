@@ -11,21 +11,37 @@ from __future__ import annotations
 
 import bisect
 import copy
+import json
 import re
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import compress, pairwise, takewhile
-from typing import Any, Protocol, TypeVar
+from itertools import compress, groupby, pairwise, takewhile
+from operator import attrgetter
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from packhorse.errors import BadSample, ConfigError, PackhorseError
 from packhorse.types import Stage
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Turns = Sequence[Mapping[str, Any]]
 Render = Callable[[Turns], str]
 Span = tuple[int, int]
+
+
+class Answer(NamedTuple):
+    """The supervised characters of one assistant turn in a rendered text; ``turn`` is its number."""
+
+    start: int
+    end: int
+    turn: int = -1
+
+
 Structure = tuple[tuple[str, tuple[str, ...] | None], ...]
 """The role of each turn and the types of its parts; None for a turn that is one string."""
 
@@ -44,6 +60,7 @@ _CHATML = ("<|im_start|>", "<|im_end|>")
 _CHATML_OPENING = "<|im_start|>assistant\n"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MAX_CACHED = 10_000  # of conversations with different structures, a kilobyte each
+_MAX_OPTIONS = 1_000  # of options for the template, mostly lists of tools
 _PER_TOKEN = frozenset({"labels", *TOKEN_KEYS, "position_ids", "loss_weights"})
 # Options of a tokenizer's call for a single text that is neither padded nor truncated.
 _PASSED_ON = frozenset({"add_special_tokens", "return_token_type_ids", "return_attention_mask"})
@@ -87,7 +104,7 @@ class TurnMarkers:
         assistant: the tokens that open it, after the end of the turn before.
         stop: the special token that closes it; None if the template writes none.
         assistant_text: the opening as text; empty if the tokenizer has no offsets.
-        stop_text: the stop token as text; empty if there is none.
+        stop_text: what closes it as text, up to the stop token; empty if the template writes nothing.
     """
 
     assistant: tuple[int, ...]
@@ -104,9 +121,26 @@ class ChatProcessor:
             changes made to it after the first use have no effect.
     """
 
+    template_kwargs: Mapping[str, Any] = MappingProxyType({})
+    """Options for the template (``tools``, ``enable_thinking``, …); see :meth:`with_template_kwargs`."""
+
     def __init__(self, processor: Processor) -> None:
         self.processor: Any = processor
         self._template_cache: tuple[Any, dict[str, Any]] = None, {}
+        self._with_kwargs: dict[str, Self] = {}
+
+    def with_template_kwargs(self, options: Mapping[str, Any]) -> Self:
+        """Return a copy that renders with these options for the template; itself without any."""
+        if not options:
+            return self
+        key = json.dumps(options, sort_keys=True, default=str)
+        if key not in self._with_kwargs:
+            if len(self._with_kwargs) >= _MAX_OPTIONS:
+                self._with_kwargs.clear()
+            bound = copy.copy(self)
+            bound.template_kwargs, bound._template_cache = dict(options), (None, {})
+            self._with_kwargs[key] = bound
+        return self._with_kwargs[key]
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -157,6 +191,7 @@ class ChatProcessor:
             return TurnMarkers(tuple(opening), special["<|im_end|>"], _CHATML_OPENING, "<|im_end|>")
         between, after = self._text_around_answer()
         between = between.rstrip(" ")
+        closing = compile_tokens(special).search(after)
         ends = token_ids(tokenizer(after, add_special_tokens=False))
         opening = token_ids(tokenizer(between, add_special_tokens=False))
         names = {token_id: token for token, token_id in special.items()}
@@ -169,7 +204,34 @@ class ChatProcessor:
         if same < len(opening) and getattr(tokenizer, "is_fast", False):
             encoded = tokenizer(between, add_special_tokens=False, return_offsets_mapping=True)
             text = between[encoded["offset_mapping"][same][0] :]
-        return TurnMarkers(tuple(opening[same:]), stop, text, "" if stop is None else names[stop])
+        closed = after if closing is None else after[: closing.end()]
+        return TurnMarkers(tuple(opening[same:]), stop, text, closed)
+
+    @property
+    def generation_prompt(self) -> str:
+        """What the template writes for a model to continue; empty if it has no generation prompt."""
+        return self._cache_for_template("generation_prompt", self._find_generation_prompt)
+
+    def _find_generation_prompt(self) -> str:
+        if not hasattr(self.processor, "apply_chat_template"):
+            return ""
+        question = chr(PRIVATE_USE[0])
+        for content in (question, [{"type": "text", "text": question}]):
+            turns = [{"role": "user", "content": content}]
+            try:
+                text = self.apply_chat_template(turns)
+                asked = self.apply_chat_template(turns, add_generation_prompt=True)
+            except template_errors(TypeError, ValueError):
+                continue
+            if text.count(question) == 1 and asked.startswith(text):
+                return asked[len(text) :]
+        return ""
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """What opens an assistant turn, the most complete first."""
+        found = (self.generation_prompt, self.turn_markers.assistant_text)
+        return tuple(dict.fromkeys(opening for opening in found if opening))
 
     @property
     def takes_parts(self) -> bool:
@@ -184,9 +246,10 @@ class ChatProcessor:
             return False
         return chr(PRIVATE_USE[0]) in text and not any(quoted in text for quoted in ("'text'", '"text"'))
 
-    def apply_chat_template(self, turns: Turns) -> str:
+    def apply_chat_template(self, turns: Turns, **options: Any) -> str:
         """Render turns as one text with the processor's own method."""
-        text = self.processor.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=False)
+        options = {"tokenize": False, "add_generation_prompt": False, **self.template_kwargs, **options}
+        text = self.processor.apply_chat_template(list(turns), **options)
         # Some processors return a list, as for a batch of one.
         return str(text[0] if isinstance(text, list) else text)
 
@@ -472,45 +535,63 @@ def shift_tokens(batch: Mapping[str, Any], media: Container[str] = ()) -> dict[s
     return shifted
 
 
-def answer_spans(chat: ChatProcessor, turns: Turns, text: str, render: Render | None = None) -> list[Span]:
-    """Locate the assistant turns in the rendered ``text``, each with its end-of-turn token.
+def answer_spans(chat: ChatProcessor, turns: Turns, text: str, render: Render | None = None) -> list[Answer]:
+    """Locate the assistant turns in the rendered ``text``: all that a model has to generate.
 
-    ``text`` was rendered from ``turns`` by ``render`` (None for ``chat.render``), placeholders not expanded.
+    That is what follows the generation prompt (a template may write an empty ``<think></think>`` there), up
+    to and including the end of the turn. Templates with generation marks say it themselves. ``text`` was
+    rendered from ``turns`` by ``render`` (None for ``chat.render``), placeholders not expanded.
     Raises :class:`CannotAlign` if the template writes something that does not lead back to the answers.
     """
     template = chat.chat_template
     if template is not None and _GENERATION.search(template):
-        spans = _marked_spans(chat, template, turns, text)
+        answers = _marked_answers(chat, template, turns, text)
         stop = ""
         with suppress(CannotAlign):  # the marks alone are exact
             stop = chat.turn_markers.stop_text
     else:
         stop = chat.turn_markers.stop_text
-        cached = _spans_by_structure(chat, turns, text) if render is None else None
+        cached = _answers_by_structure(chat, turns, text) if render is None else None
         if cached is None:
-            opening = chat.turn_markers.assistant_text
-            answers = text_spans(render or chat.render, turns, text, opening, roles=("assistant",))
-            spans = [span for _, span in answers]
-        else:
-            spans = cached
-    closed = (_extend_to_stop(text, span, stop) for span in spans)
-    return [(start, end) for start, end in closed if start < end]
+            cached = [
+                Answer(start, end, turn)
+                for turn, (start, end) in text_spans(
+                    render or chat.render, turns, text, chat.openings, roles=("assistant",)
+                )
+            ]
+        answers = list(_join_parts(cached, turns))
+    closed = (Answer(*_extend_to_stop(text, (start, end), stop), turn) for start, end, turn in answers)
+    return [answer for answer in closed if answer.start < answer.end]
 
 
-def _marked_spans(chat: ChatProcessor, template: str, turns: Turns, text: str) -> list[Span]:
+def _marked_answers(chat: ChatProcessor, template: str, turns: Turns, text: str) -> list[Answer]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     special = getattr(chat.tokenizer, "special_tokens_map", {})
     render: Any = render_jinja_template  # it returns a pair, whatever its annotation says
+    options = {**special, **chat.template_kwargs}
     rendered, marks = render(
-        [list(turns)], chat_template=template, return_assistant_tokens_mask=True, **special
+        [list(turns)], chat_template=template, return_assistant_tokens_mask=True, **options
     )
     if rendered[0] != text:
         raise CannotAlign("the template renders differently when its generation marks are requested")
-    return [(start, end) for start, end in marks[0]]
+    numbers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+    if len(numbers) != len(marks[0]):  # several marks in a turn: which turn they are of is unknown
+        numbers = [-1] * len(marks[0])
+    return [Answer(start, end, number) for number, (start, end) in zip(numbers, marks[0], strict=True)]
 
 
-def _spans_by_structure(chat: ChatProcessor, turns: Turns, text: str) -> list[Span] | None:
+def _join_parts(answers: Iterable[Answer], turns: Turns) -> Iterator[Answer]:
+    """Join the texts of each turn, with what the template writes between them; not across media."""
+    for number, group in groupby(answers, attrgetter("turn")):
+        parts, content = list(group), turns[number]["content"]
+        if isinstance(content, str) or all(part.get("type") == "text" for part in content):
+            yield Answer(parts[0].start, parts[-1].end, number)
+        else:
+            yield from parts
+
+
+def _answers_by_structure(chat: ChatProcessor, turns: Turns, text: str) -> list[Answer] | None:
     """Locate the answers by what the template writes around the texts of conversations of this structure.
 
     That is rendered once. None if a turn has other fields, or if the template writes anything else around
@@ -519,8 +600,8 @@ def _spans_by_structure(chat: ChatProcessor, turns: Turns, text: str) -> list[Sp
     """
     structure: list[tuple[str, tuple[str, ...] | None]] = []
     texts: list[str] = []
-    is_answer: list[bool] = []
-    for turn in turns:
+    numbers: list[int] = []  # of the answer that each text belongs to; -1 for other turns
+    for number, turn in enumerate(turns):
         role, content = turn["role"], turn["content"]
         parts: Sequence[Any] = (
             [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
@@ -533,7 +614,7 @@ def _spans_by_structure(chat: ChatProcessor, turns: Turns, text: str) -> list[Sp
             return None
         structure.append((role, None if isinstance(content, str) else types))
         texts += texts_of_turn
-        is_answer += [role == "assistant"] * len(texts_of_turn)
+        numbers += [number if role == "assistant" else -1] * len(texts_of_turn)
     cached, key = chat.texts_around, tuple(structure)
     if key not in cached:
         if len(cached) >= _MAX_CACHED:
@@ -544,16 +625,22 @@ def _spans_by_structure(chat: ChatProcessor, turns: Turns, text: str) -> list[Sp
             cached[key] = []
     if not cached[key]:
         return None
+    openings = [chat.openings if number >= 0 else () for number in numbers]
     try:
-        return list(compress(_locate_texts(text, cached[key], texts, ""), is_answer))
+        spans = list(_locate_texts(text, cached[key], texts, openings, rewritten=False))
     except CannotAlign:
         return None
+    return [Answer(*span, number) for span, number in zip(spans, numbers, strict=True) if number >= 0]
 
 
 def text_spans(
-    render: Render, turns: Turns, text: str, opening: str = "", roles: Container[str] | None = None
-) -> Iterator[tuple[str, Span]]:
-    """Yield the role and the span of each text in a rendered conversation, in order.
+    render: Render,
+    turns: Turns,
+    text: str,
+    openings: Sequence[str] = (),
+    roles: Container[str] | None = None,
+) -> Iterator[tuple[int, Span]]:
+    """Yield the turn and the span of each text in a rendered conversation, in order.
 
     Renders the turns with sentinels for the texts, and locates the texts by what is around them.
 
@@ -561,8 +648,8 @@ def text_spans(
         render: the rendering that made ``text`` of ``turns``.
         turns: the conversation.
         text: the rendered conversation.
-        opening: what opens an assistant turn. The span of an answer that the template rewrites is then all
-            that it writes in the turn.
+        openings: what may open an assistant turn. The span of an answer then begins after it, and that of an
+            answer that the template rewrites is all that it writes in the turn.
         roles: only texts of these roles; None for all.
 
     Raises:
@@ -571,26 +658,27 @@ def text_spans(
     mark = next(char for char in map(chr, PRIVATE_USE) if char not in text)
     around, texts = _render_with_sentinels(render, turns, mark, roles)
     if texts:
-        spans = _locate_texts(text, around, [content for _, content in texts], opening)
-        yield from zip((role for role, _ in texts), spans, strict=True)
+        opens = [openings if turns[turn]["role"] == "assistant" else () for turn, _ in texts]
+        spans = _locate_texts(text, around, [content for _, content in texts], opens)
+        yield from zip((turn for turn, _ in texts), spans, strict=True)
 
 
 def _render_with_sentinels(
     render: Render, turns: Turns, mark: str, roles: Container[str] | None = None
-) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return what the template writes around the texts of these roles (None: of all), and role and text.
+) -> tuple[list[str], list[tuple[int, str]]]:
+    """Return what the template writes around the texts of these roles (None: of all), and turn and text.
 
     Raises :class:`CannotAlign` if it does not write each text once, in order.
     """
-    texts: list[tuple[str, str]] = []
+    texts: list[tuple[int, str]] = []
 
-    def sentinel(role: str, text: str) -> str:
-        texts.append((role, text))
+    def sentinel(turn: int, text: str) -> str:
+        texts.append((turn, text))
         return f"{mark}{len(texts) - 1}{mark}"
 
     masked = [
-        turn if roles and turn["role"] not in roles else _replace_text(turn, partial(sentinel, turn["role"]))
-        for turn in turns
+        turn if roles and turn["role"] not in roles else _replace_text(turn, partial(sentinel, number))
+        for number, turn in enumerate(turns)
     ]
     if not texts:
         return [], []
@@ -620,9 +708,20 @@ def _replace_text(turn: Mapping[str, Any], replace: Callable[[str], str]) -> dic
     return {**kept, "content": parts}
 
 
-def _locate_texts(text: str, around: Sequence[str], parts: Sequence[str], opening: str) -> Iterator[Span]:
-    """Yield where the parts are in a text, perhaps trimmed, given the pieces of text around them."""
-    cut = [_split_at_opening(piece, opening) for piece in around[:-1]]
+def _locate_texts(
+    text: str,
+    around: Sequence[str],
+    parts: Sequence[str],
+    openings: Sequence[Sequence[str]],
+    *,
+    rewritten: bool = True,
+) -> Iterator[Span]:
+    """Yield where the parts are in a text, perhaps trimmed, given the pieces of text around them.
+
+    ``openings`` are what may open the turn of each part: its span then begins after that. ``rewritten``
+    allows an answer that the template changes.
+    """
+    cut = [_split_at_opening(piece, opens) for piece, opens in zip(around[:-1], openings, strict=True)]
     heads = [*(head for head, _, _ in cut), around[-1]]
     if not text.startswith(heads[0]):
         raise CannotAlign("the rendered text does not begin as it does with sentinels")
@@ -630,7 +729,9 @@ def _locate_texts(text: str, around: Sequence[str], parts: Sequence[str], openin
     for number, (part, (_, extra, opened), after) in enumerate(zip(parts, cut, heads[1:], strict=True), 1):
         last = number == len(parts)
         span = _verbatim_span(text, start, part, extra, after, last)
-        if span is None and opened:
+        if span is not None and opened:
+            span = start, span[1]  # what the template writes before the answer has to be generated too
+        if span is None and opened and rewritten:
             span = _rewritten_span(text, start, part, after, last)
         if span is None:
             raise CannotAlign(f"the template changes the answer {part[:40]!r}")
@@ -638,10 +739,13 @@ def _locate_texts(text: str, around: Sequence[str], parts: Sequence[str], openin
         start = span[1] + len(after)
 
 
-def _split_at_opening(piece: str, opening: str) -> tuple[str, str, bool]:
+def _split_at_opening(piece: str, openings: Sequence[str]) -> tuple[str, str, bool]:
     """A piece of text up to the opening of a turn, what it has after that, and whether it has one."""
-    head, separator, extra = piece.rpartition(opening) if opening else ("", "", "")
-    return (head + separator, extra, True) if separator else (piece, "", False)
+    for opening in openings:
+        head, separator, extra = piece.rpartition(opening)
+        if separator:
+            return head + separator, extra, True
+    return piece, "", False
 
 
 def _verbatim_span(text: str, start: int, answer: str, extra: str, after: str, last: bool) -> Span | None:
@@ -734,20 +838,25 @@ def supervised_tokens(
 
 
 def _pieces(tokens: TokenizedText, span: Span, media_ids: frozenset[int]) -> Iterator[Span]:
-    """First and after-last token of each run that touches the characters of ``span``, between media."""
-    first, last = bisect.bisect_right(tokens.ends, span[0]), bisect.bisect_left(tokens.starts, span[1])
+    """First and after-last token of each run that begins inside ``span``, between media.
+
+    A token that joins the end of the generation prompt and the beginning of the answer is no label: the model
+    has read a part of it when it begins to generate.
+    """
+    first, last = bisect.bisect_left(tokens.starts, span[0]), bisect.bisect_left(tokens.starts, span[1])
     for position in range(first, last):
         if tokens.ids[position] in media_ids:
             yield first, position
             first = position + 1
-    yield first, last
+    if first < last:
+        yield first, last
 
 
 def _tokenize(tokenizer: Tokenizer, text: str, spans: Sequence[Span], *, bos: bool) -> TokenizedText:
     """Tokenize with offsets; without them, cut the text at the spans, if that gives the same ids."""
     if getattr(tokenizer, "is_fast", False):
         return _with_offsets(tokenizer(text, add_special_tokens=bos, return_offsets_mapping=True), text)
-    cuts = sorted({0, len(text), *(position for span in spans for position in span)})
+    cuts = sorted({0, len(text), *(position for span in spans for position in span[:2])})
     tokens = TokenizedText(text, [], [], [])
     for start, end in pairwise(cuts):
         piece = token_ids(tokenizer(text[start:end], add_special_tokens=bos and start == 0))

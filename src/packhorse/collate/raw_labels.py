@@ -144,10 +144,10 @@ def _align_text(ids: list[int], conversation: Turns, encoder: Encoder, media: fr
     try:
         text = render(encoder, turns)
         if can_encode(encoder):
-            spans = encoder.family.answer_spans(encoder, turns, text)
+            answers = encoder.family.answer_spans(encoder, turns, text)
         else:
-            spans = answer_spans(encoder, turns, text, lambda changed: render(encoder, changed))
-        labels = label_tokens(encoder, text, spans, ids, media)
+            answers = answer_spans(encoder, turns, text, lambda changed: render(encoder, changed))
+        labels = label_tokens(encoder, text, [(start, end) for start, end, _ in answers], ids, media)
         if encoder.turn_markers.stop is not None:
             return labels
     except tolerated_errors(encoder.processor, ConfigError) as error:

@@ -154,7 +154,7 @@ def _encode(example: Example, media: _Media, encoder: Encoder, use_audio_in_vide
     conversation, family = example.conversation, encoder.family
     text = encoder.render_conversation(conversation)
     encoder.check_placeholders(text, conversation)
-    encoded = Encoded(text, family.turns(conversation), {}, {})
+    encoded = Encoded(text, conversation, {}, {})
     family.sort_output(encoded, _call(encoder, text, media, use_audio_in_video))
     if example.fake:
         first, after = fake_span(encoded.tokens["input_ids"].tolist(), example, encoder)

@@ -24,7 +24,7 @@ from packhorse.families.encoder import processor_errors
 from packhorse.families.media_sizes import Pieces
 from packhorse.types import Conversation, MediaKind, MediaRef, TokenCount
 
-COUNTER_VERSION = 3
+COUNTER_VERSION = 4
 """Part of every key under which counts are saved: increased when a count changes."""
 
 _MAX_MEDIA = 1 << 14  # remembered by their sizes, about a kilobyte each
@@ -308,7 +308,7 @@ class TokenCounter:
         encoder.check_placeholders(text, conversation)
         media, written = self._media(conversation.media, conversation.key)
         try:
-            spans = family.answer_spans(encoder, family.turns(conversation), text)
+            spans = [(answer.start, answer.end) for answer, _ in encoder.answers(conversation, text)]
             split = self._split(conversation, text, spans, written)
             if split is None:
                 return self._tokenize(conversation, text, spans, media)
@@ -327,6 +327,8 @@ class TokenCounter:
         """
         encoder, pattern = self.encoder, self._special_or_placeholder
         if self._lengths is None or any(m.extras or pattern.search(m.text) for m in conversation.messages):
+            return None
+        if conversation.tools:
             return None
         placeholders = encoder.placeholders
         waiting: dict[str, list[Written]] = {}  # by placeholder: the first one is the first item of its kind

@@ -12,12 +12,15 @@ import copy
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import groupby
 from logging import getLogger
+from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +29,7 @@ import numpy as np
 from packhorse.chat import (
     IGNORE_INDEX,
     TOKEN_KEYS,
+    Answer,
     CannotAlign,
     ChatProcessor,
     Processor,
@@ -94,6 +98,7 @@ PROCESSOR_ERRORS = (ValueError, ArithmeticError)
 """What a processor raises for a media item that it rejects; some divide by a side of 0."""
 
 _ALL_FRAMES = VideoSampling()
+_REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,7 @@ class Encoded:
 
     Attributes:
         text: the rendered conversation, placeholders not expanded.
-        turns: the messages it was rendered from.
+        conversation: what it was rendered from.
         tokens: tensors of shape [S] by key, ``input_ids`` and ``attention_mask`` at least.
         media: media tensors by key, as the family's layout declares them.
         sizes: kind and size of each media item, in the order of the text.
@@ -136,7 +141,7 @@ class Encoded:
     """
 
     text: str
-    turns: Sequence[Mapping[str, Any]]
+    conversation: Conversation
     tokens: dict[str, torch.Tensor]
     media: dict[str, torch.Tensor]
     sizes: tuple[tuple[MediaKind, MediaSize], ...] = ()
@@ -273,9 +278,7 @@ class Family:
         """The conversation as one text, placeholders not expanded."""
         return encoder.apply_chat_template(turns)
 
-    def answer_spans(
-        self, encoder: Encoder, turns: Sequence[Mapping[str, Any]], text: str
-    ) -> list[tuple[int, int]]:
+    def answer_spans(self, encoder: Encoder, turns: Sequence[Mapping[str, Any]], text: str) -> list[Answer]:
         """The supervised characters of ``text``, which was rendered from ``turns``."""
         return answer_spans(encoder, turns, text)
 
@@ -532,10 +535,90 @@ class Encoder(ChatProcessor):
 
     def render_conversation(self, conversation: Conversation) -> str:
         """:meth:`render` of a conversation; BadSample if the chat template rejects it."""
+        encoder = self.for_conversation(conversation)
+        encoder.check_tools(conversation)
         try:
-            return self.render(self.family.turns(conversation))
+            return encoder.render(self.family.turns(conversation))
         except template_errors() as error:
             raise rejected_by_template(error, conversation.key) from error
+
+    def for_conversation(self, conversation: Conversation) -> Encoder:
+        """Return the encoder that renders with the tools and template options of a conversation."""
+        options = dict(conversation.chat_template_kwargs)
+        if conversation.tools:
+            options["tools"] = list(conversation.tools)
+        return self.with_template_kwargs(options)
+
+    def check_tools(self, conversation: Conversation) -> None:
+        """Raise if the conversation has tools, calls or results that the chat template does not write."""
+        messages = conversation.messages
+        needed = {
+            "tools": bool(conversation.tools),
+            "tool calls": any(message.extras.get("tool_calls") for message in messages),
+            "tool results": any(message.role == "tool" for message in messages),
+        }
+        if not any(needed.values()):
+            return
+        written = self._cache_for_template("tools", self._try_tools)
+        if missing := [what for what, is_needed in needed.items() if is_needed and what not in written]:
+            raise BadSample(
+                f"the chat template of {type(self.processor).__name__} does not write {', '.join(missing)}: "
+                "use a processor whose template does, or set its chat_template",
+                reason="unsupported_turn",
+                key=conversation.key,
+                stage="encode",
+            )
+
+    def _try_tools(self) -> frozenset[str]:
+        """Return what of tools, tool calls and tool results the chat template writes."""
+        tool, name, value, result = (
+            "packhorse_tool",
+            "packhorse_call",
+            "packhorse_value",
+            "packhorse_result",
+        )
+        call = {"id": "packhorse", "type": "function", "function": {"name": name, "arguments": {"a": value}}}
+        parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "A."}}}
+        function = {"name": tool, "description": "D.", "parameters": parameters}
+        of_result = {"name": name, "tool_call_id": "packhorse"}
+        probe = Conversation(
+            (
+                Message("user", (TextPart("Q."),)),
+                Message("assistant", (TextPart(""),), {"tool_calls": [call]}),
+                Message("tool", (TextPart(result),), of_result),
+                Message("assistant", (TextPart("A."),)),
+            )
+        )
+        encoder = self.with_template_kwargs({"tools": [{"type": "function", "function": function}]})
+        try:
+            text = encoder.render(self.family.turns(probe))
+        except template_errors(TypeError, ValueError, LookupError):
+            return frozenset()
+        written = {
+            "tools": tool in text,
+            "tool calls": name in text and value in text,
+            "tool results": result in text,
+        }
+        return frozenset(what for what, is_written in written.items() if is_written)
+
+    def answers(self, conversation: Conversation, text: str) -> list[tuple[Answer, float]]:
+        """Return the supervised characters of a rendered conversation, each with its factor for the loss.
+
+        Raises:
+            CannotAlign: they are not located with certainty.
+        """
+        encoder, messages = self.for_conversation(conversation), conversation.messages
+        answers = self.family.answer_spans(encoder, self.family.turns(conversation), text)
+        weights = [message.weight for message in messages]
+        if any(weight != 1 for weight in weights) and any(answer.turn < 0 for answer in answers):
+            raise CannotAlign("the generation marks of the template do not say which turn has which weight")
+        if conversation.reasoning == "mask":
+            answers = [part for answer in answers for part in _without_reasoning(answer, text)]
+        weighted = (
+            (answer, conversation.weight * (weights[answer.turn] if answer.turn >= 0 else 1.0))
+            for answer in answers
+        )
+        return [(answer, weight) for answer, weight in weighted if weight]
 
     def place_audio(self, example: Mapping[str, Any], key: str = "") -> Mapping[str, Any]:
         """:func:`packhorse.formats.conversation.place_audio` with the family's placeholder."""
@@ -701,7 +784,7 @@ class Encoder(ChatProcessor):
             media = self.load(conversation.media)
             output, read = self._call(text, media)
         sizes = media.sizes(ref.kind for ref in conversation.media)
-        encoded = Encoded(text, family.turns(conversation), {}, {}, tuple(sizes), read)
+        encoded = Encoded(text, conversation, {}, {}, tuple(sizes), read)
         family.sort_output(encoded, output)
         self._check_media(encoded, conversation)
         if fake_image:
@@ -723,22 +806,35 @@ class Encoder(ChatProcessor):
             return output, None
 
     def labels(self, encoded: Encoded) -> torch.Tensor:
-        """Labels [S] of an encoded sample: the answers and their end-of-turn tokens, nothing else."""
+        """Labels [S] of an encoded sample: all that a model has to generate, nothing else."""
+        return self._labels_and_weights(encoded)[0]
+
+    def _labels_and_weights(self, encoded: Encoded) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Labels [S] and loss weights [S]; None if all weights are 1."""
         import torch
 
-        spans = self.family.answer_spans(self, encoded.turns, encoded.text)
         ids = encoded.tokens["input_ids"]
+        listed = ids.tolist()
         labels = torch.full_like(ids, IGNORE_INDEX, dtype=torch.int64)
-        for start, end in supervised_tokens(
-            self, encoded.text, spans, ids.tolist(), self.media_token_ids, encoded.read
-        ):
-            labels[start:end] = ids[start:end]
-        return labels
+        answers = self.answers(encoded.conversation, encoded.text)
+        weights = None
+        if any(weight != 1 for _, weight in answers):
+            weights = torch.ones(ids.shape, dtype=torch.float32)
+        by_weight = groupby(answers, itemgetter(1)) if weights is not None else [(1.0, answers)]
+        for weight, group in by_weight:
+            spans = [(answer.start, answer.end) for answer, _ in group]
+            for start, end in supervised_tokens(
+                self, encoded.text, spans, listed, self.media_token_ids, encoded.read
+            ):
+                labels[start:end] = ids[start:end]
+                if weights is not None:
+                    weights[start:end] = weight
+        return labels, weights
 
     def label_sample(self, encoded: Encoded, key: str) -> Sample:
         """Return the sample with its labels; BadSample if its answers are not located with certainty."""
         try:
-            labels = self.labels(encoded)
+            labels, weights = self._labels_and_weights(encoded)
         except CannotAlign as error:
             raise BadSample(str(error), key=key, stage="encode") from error
         tokens = {"labels": labels, **encoded.tokens}  # a hook may have made labels and positions
@@ -746,6 +842,7 @@ class Encoder(ChatProcessor):
         return Sample(
             labels=tokens.pop("labels"),
             position_ids=tokens.pop("position_ids", None),
+            loss_weights=weights,
             tokens=tokens,
             media=encoded.media,
             num_items={kind: counts[kind] for kind in MEDIA_KINDS},
@@ -799,6 +896,15 @@ class Encoder(ChatProcessor):
                     setting=key,
                     value=shape,
                 )
+
+
+def _without_reasoning(answer: Answer, text: str) -> Iterator[Answer]:
+    """Yield what an answer has before and after its reasoning."""
+    start = answer.start
+    for thought in _REASONING.finditer(text, answer.start, answer.end):
+        yield answer._replace(start=start, end=thought.start())
+        start = thought.end()
+    yield answer._replace(start=start)
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:

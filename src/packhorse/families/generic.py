@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
-from packhorse.chat import TOKEN_KEYS, answer_spans, content_text, is_transformers
+from packhorse.chat import TOKEN_KEYS, Answer, answer_spans, content_text, is_transformers
 from packhorse.errors import ConfigError
 from packhorse.families.encoder import Encoded, Encoder, Family
 from packhorse.families.media_sizes import Pieces
@@ -78,9 +78,7 @@ class Generic(Family):
         """The conversation as one text, with contents in the form that the template takes."""
         return encoder.apply_chat_template(_in_form(encoder, turns))
 
-    def answer_spans(
-        self, encoder: Encoder, turns: Sequence[Mapping[str, Any]], text: str
-    ) -> list[tuple[int, int]]:
+    def answer_spans(self, encoder: Encoder, turns: Sequence[Mapping[str, Any]], text: str) -> list[Answer]:
         """The supervised characters of ``text``, which was rendered from ``turns``."""
         return answer_spans(encoder, _in_form(encoder, turns), text)
 

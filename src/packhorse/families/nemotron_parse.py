@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from packhorse.chat import Turns, content_text
+from packhorse.chat import Answer, Turns, content_text
 from packhorse.families.encoder import Encoder, Family
 from packhorse.families.media_sizes import Pieces
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
@@ -72,15 +72,16 @@ class NemotronParse(Family):
         """Prompt and answer."""
         return "".join(text for text, _ in self._pieces(turns))
 
-    def answer_spans(self, encoder: Encoder, turns: Turns, text: str) -> list[tuple[int, int]]:
+    def answer_spans(self, encoder: Encoder, turns: Turns, text: str) -> list[Answer]:
         """Where the answers are."""
-        spans, start = [], 0
+        numbers = (number for number, turn in enumerate(turns) if turn["role"] == "assistant")
+        answers, start = [], 0
         for piece, supervised in self._pieces(turns):
             end = start + len(piece)
-            if supervised and piece:
-                spans.append((start, end))
+            if supervised:
+                answers.append(Answer(start, end, next(numbers)))
             start = end
-        return spans
+        return [answer for answer in answers if answer.start < answer.end]
 
     def _pieces(self, turns: Turns) -> list[tuple[str, bool]]:
         """The texts in order, and whether each is an answer."""

@@ -83,11 +83,7 @@ class SmolVLM(Family):
 
     def render(self, encoder: Encoder, turns: Sequence[Mapping[str, Any]]) -> str:
         """With the processor's own template, which it replaces by another when it sees a video."""
-        return str(
-            encoder.processor.apply_chat_template(
-                list(turns), chat_template=encoder.chat_template, tokenize=False, add_generation_prompt=False
-            )
-        )
+        return encoder.apply_chat_template(turns, chat_template=encoder.chat_template)
 
     def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
         """The processor's output; the frames of several videos one after the other, as one sample's tiles."""

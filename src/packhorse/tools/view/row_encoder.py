@@ -200,12 +200,14 @@ def find_roles(encoder: Encoder, conversation: Conversation, ids: Sequence[int])
 def _find_spans(encoder: Encoder, conversation: Conversation, text: str) -> dict[str, list[Span]]:
     """Return the character spans of each role in the rendered conversation, as far as they can be located."""
     spans: dict[str, list[Span]] = defaultdict(list)
-    opening = ""
+    encoder = encoder.for_conversation(conversation)
+    openings: tuple[str, ...] = ()
     with suppress(CannotAlign):
-        opening = encoder.turn_markers.assistant_text
+        openings = encoder.openings
     turns = encoder.family.turns(conversation)
     with suppress(CannotAlign, *template_errors(TypeError, ValueError, LookupError)):
-        for role, (start, end) in text_spans(encoder.render, turns, text, opening):
+        for number, (start, end) in text_spans(encoder.render, turns, text, openings):
+            role = turns[number]["role"]
             if start < end:
                 spans[role].append((start, end))
     return spans
