@@ -601,6 +601,17 @@ class Encoder(ChatProcessor):
         }
         return frozenset(what for what, is_written in written.items() if is_written)
 
+    def dropped_characters(self, conversation: Conversation) -> Iterator[tuple[int, int]]:
+        """Yield the turns of answers of which the chat template drops characters, and how many."""
+        text = self.render_conversation(conversation)
+        answers = self.family.answer_spans(
+            self.for_conversation(conversation), self.family.turns(conversation), text
+        )
+        for start, end, turn in answers:
+            written = conversation.messages[turn].text if turn >= 0 else ""
+            if dropped := _dropped_length(written, text[start:end]):
+                yield turn, dropped
+
     def answers(self, conversation: Conversation, text: str) -> list[tuple[Answer, float]]:
         """Return the supervised characters of a rendered conversation, each with its factor for the loss.
 
@@ -896,6 +907,14 @@ class Encoder(ChatProcessor):
                     setting=key,
                     value=shape,
                 )
+
+
+def _dropped_length(answer: str, written: str) -> int:
+    """Return how many characters of an answer are not in what the template writes for its turn."""
+    if answer.strip() in written:
+        return 0
+    lines = [line for line in map(str.strip, answer.splitlines()) if line]
+    return sum(len(line) for line in lines if line not in written)
 
 
 def _without_reasoning(answer: Answer, text: str) -> Iterator[Answer]:

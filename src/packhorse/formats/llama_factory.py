@@ -79,9 +79,11 @@ def _file_of(entry: Mapping[str, Any]) -> str:
             return _hub_file(key, str(entry[key]), entry)
     if entry.get("file_name"):
         return str(entry["file_name"])
-    key = next((key for key in _NOT_READ if entry.get(key)), None)
-    what = f"{key} is not read" if key is not None else "there is no file_name and no hf_hub_url"
-    raise ConfigError(f"{what}: download the data, and set file_name to its file", setting=key or "file_name")
+    other = next((key for key in _NOT_READ if entry.get(key)), "")
+    what = f"{other} is not read" if other else "there is no file_name and no hf_hub_url"
+    raise ConfigError(
+        f"{what}: download the data, and set file_name to its file", setting=other or "file_name"
+    )
 
 
 def _hub_file(key: str, name: str, entry: Mapping[str, Any]) -> str:

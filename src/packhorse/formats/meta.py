@@ -420,10 +420,9 @@ def open_meta_dataset(
         selection = RowSelection(len(file), config.ratio_of(len(file)), world, remainder)
         selection.record_losses(config.name, ledger)
         sources.append(Source(config, file, selection))
-        check_first_rows(config, file)
+        first = check_first_rows(config, file)
         if world.rank == 0:
-            unused = unused_fields(first_rows(config, file).values(), config.rules)
-            record_unused_fields(config.name, unused, ledger)
+            record_unused_fields(config.name, unused_fields(first.values(), config.rules), ledger)
     record_same_files(sources, ledger)
     return MetaDataset(sources, ledger)
 
@@ -595,8 +594,8 @@ def _world(shard_data: bool, rank: int | None, world_size: int | None) -> World:
 _FIRST_ROWS = 8
 
 
-def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
-    """Raise if each of the first rows has an unknown role and no assistant turn: then the tags are wrong.
+def check_first_rows(config: DatasetConfig, file: RowFile) -> dict[str, Row]:
+    """Return the first rows of a dataset by their keys; raise if none can be read in its format.
 
     All ranks read the same rows, so all raise or none. A ``media_dir`` that does not exist gets a warning.
     """
@@ -611,18 +610,15 @@ def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
             config.name,
             media_dir,
         )
-    with naming(f"dataset '{config.name}'"):
-        check_rows_format(first_rows(config, file), config.rules)
-
-
-def first_rows(config: DatasetConfig, file: RowFile) -> dict[str, Row]:
-    """Return the first rows of a dataset by their keys, without those that cannot be read."""
     numbers = range(min(len(file), _FIRST_ROWS))
-    rows = zip(numbers, file.read(numbers), strict=True)
-    return {row_key(config.name, number): row for number, row in rows if not isinstance(row, BadSample)}
+    numbered = zip(numbers, file.read(numbers), strict=True)
+    rows = {row_key(config.name, number): row for number, row in numbered if not isinstance(row, BadSample)}
+    with naming(f"dataset '{config.name}'"):
+        check_rows_format(rows, config.rules)
+    return rows
 
 
-def check_rows_format(rows: Mapping[str, Row], rules: RowFormat) -> None:
+def check_rows_format(rows: Mapping[str, Mapping[str, Any]], rules: RowFormat) -> None:
     """Raise if none of the first rows of a dataset can be read in its format: then the format is wrong."""
     findings = Ledger()
     unknown: list[BadSample] = []

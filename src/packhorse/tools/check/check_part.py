@@ -16,6 +16,7 @@ import numpy as np
 
 from packhorse.count.parts import PartTask, current_rows, make_counter
 from packhorse.errors import BadSample, naming
+from packhorse.formats.row_format import unused_fields
 from packhorse.media import describe
 from packhorse.rows.parquet import ParquetRows
 from packhorse.rows.row_files import Row, RowFile, gc_paused
@@ -75,6 +76,7 @@ class PartFindings(NamedTuple):
     repairs: list[Repair]  # rows that have errors, and none after the repair
     relative: bool  # whether a path of a media item depends on the media folder
     media_failed: int = 0  # media that could not be opened
+    unused: tuple[str, ...] = ()  # fields that nothing reads
 
 
 @dataclass(slots=True)
@@ -122,7 +124,10 @@ class PartChecker:
         images: list[tuple[bytes, bytes, int, int]] = []
         repairs: list[Repair] = []
         media, failed, relative = 0, 0, False
+        unused: set[str] = set()
         for row, raw, checked in self._check_rows(rows, task):
+            if isinstance(raw, dict):
+                unused.update(unused_fields([raw], task.config.rules))
             delivered = checked
             if checked.violations:
                 location = on_one_line(rows.location(row))
@@ -142,7 +147,14 @@ class PartChecker:
                 if item.read and checked.conversation and checked.conversation.media[index].kind == "image"
             ]
         return PartFindings(
-            findings, b"".join(digests), np.array(images, IMAGE).tobytes(), media, repairs, relative, failed
+            findings,
+            b"".join(digests),
+            np.array(images, IMAGE).tobytes(),
+            media,
+            repairs,
+            relative,
+            failed,
+            tuple(sorted(unused)),
         )
 
     def _check_rows(
@@ -218,7 +230,7 @@ def _conversation_digest(row: _CheckedRow) -> bytes:
     if row.conversation is None:
         return NO_DIGEST
     media = iter(row.media)
-    turns = []
+    turns: list[Any] = [repr(row.conversation.tools)] if row.conversation.tools else []
     for message in row.conversation.messages:
         parts = [
             ["text", part.text] if isinstance(part, TextPart) else [part.kind, next(media).content.hex()]

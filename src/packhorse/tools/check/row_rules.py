@@ -21,7 +21,7 @@ from packhorse.formats.convert import PLACEHOLDER, convert_row
 from packhorse.formats.meta import DatasetConfig
 from packhorse.formats.row_format import ROLES, Layout, RowFormat, layout_of
 from packhorse.rows.row_files import Row
-from packhorse.tools.check.rules import Violation, violation
+from packhorse.tools.check.rules import RULES, Violation, violation
 from packhorse.types import MEDIA_KINDS, Conversation, Drop, MediaKind, MediaRef, Message, TextPart
 
 # Consequences of an unknown role, whose turn is dropped with its content.
@@ -40,8 +40,7 @@ def check_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Violation
         example = convert_row(row, _lenient(config.rules), key=key, dataset=config.name, record=drops.append)
         conversation = parse_conversation(example, key)
     except BadSample as error:
-        rule = error.reason if error.reason == "row_too_large" else "wrong_format"
-        return [violation(rule, error.detail)], None
+        return [violation(error.reason if error.reason in RULES else "wrong_format", error.detail)], None
     violations = [violation(drop.reason, drop.detail) for drop in drops]
     if any(one.rule == "unknown_role" for one in violations):
         violations = [one for one in violations if one.rule not in _FOLLOW_FROM_ROLE]
@@ -186,11 +185,22 @@ class EncodingRules:
 
     def lengths(self, conversations: Sequence[Conversation]) -> list[list[Violation]]:
         """Return the violations of each conversation's token counts, in order."""
-        return [list(self._check_count(count)) for count in self.counter.count_many(conversations)]
+        counts = self.counter.count_many(conversations)
+        return [
+            [*self._check_count(count), *self._check_answers(conversation, count)]
+            for conversation, count in zip(conversations, counts, strict=True)
+        ]
+
+    def _check_answers(self, conversation: Conversation, counted: Counted | BadSample) -> Iterator[Violation]:
+        """Yield a violation for each answer of which the chat template drops a part."""
+        if not isinstance(counted, BadSample):
+            for turn, dropped in self.counter.encoder.dropped_characters(conversation):
+                found = f"the chat template drops {dropped:,} characters of the answer in turn {turn}"
+                yield violation("answer_shortened", found)
 
     def _check_count(self, counted: Counted | BadSample) -> Iterator[Violation]:
         if isinstance(counted, BadSample):
-            yield violation("sample_failed", counted.detail)
+            yield violation(counted.reason if counted.reason in RULES else "sample_failed", counted.detail)
             return
         total = counted.count.total
         if not counted.count.supervised:

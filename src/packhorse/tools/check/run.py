@@ -81,6 +81,7 @@ class CheckedFile:
     rows_with_errors: int = 0
     relative: bool = False  # whether paths of media depend on the working directory
     notes: list[tuple[str, str]] = field(default_factory=list)  # findings about the whole file: (rule, found)
+    unused: set[str] = field(default_factory=set)  # fields that nothing reads
 
     @property
     def name(self) -> str:
@@ -94,6 +95,7 @@ class CheckedFile:
         self.media += part.media
         self.media_failed += part.media_failed
         self.relative |= part.relative
+        self.unused.update(part.unused)
 
     def finding(self, row: int | None, rule: str, severity: Any, found: str, location: str) -> Finding:
         """Return a finding about a row, or about the file (None)."""
@@ -273,7 +275,6 @@ def check_meta(
     no_media_dir = frozenset(config.name for config in configs if config.rules.media_dir is None)
     work = PartChecker(settings, processor, trust_remote_code, no_media_dir)
     files = [_open_file(config, index_dir) for config in configs]
-    _add_notes(files, settings)
     if part_rows is None:
         part_rows = min(max(sum(file.rows for file in files) // _PARTS, _MIN_PART), _MAX_PART)
     spool, digests = Spool(), DigestStore([file.name for file in files], [file.rows for file in files])
@@ -286,6 +287,7 @@ def check_meta(
             files[index].add(result)
             spool.put(index, task.first // part_rows, result.findings, result.repairs)
             digests.put(index, task.first, result.conversations, result.images)
+    _add_notes(files, settings)
     duplicates = digests.duplicates()
     for file, file_parts in zip(files, parts, strict=True):
         file.parts = len(file_parts)
@@ -306,13 +308,15 @@ def _open_file(config: DatasetConfig, index_dir: str | None) -> CheckedFile:
 
 
 def _add_notes(files: Sequence[CheckedFile], settings: CheckSettings) -> None:
-    """Note datasets that read the same file; count the notes."""
+    """Note datasets that read the same file, and fields that nothing reads; count the notes."""
     first: dict[str, str] = {}
     for checked in files:
         if checked.file is not None:
             other = first.setdefault(os.path.realpath(checked.file.path), checked.name)
             if other != checked.name:
                 checked.notes.append(("same_file", f"it is also the file of dataset '{other}'"))
+        if checked.unused:
+            checked.notes.append(("unused_field", f"not used: {', '.join(sorted(checked.unused))}"))
         checked.notes[:] = [note for note in checked.notes if note[0] not in settings.ignored]
         for rule, _ in checked.notes:
             checked.counts[rule, RULES[rule].severity] += 1
