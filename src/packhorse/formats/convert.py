@@ -148,13 +148,12 @@ class _Conversion:
 
     def _check_preference(self) -> None:
         """Raise if the row has a rejected answer, or says whether its answer is good."""
-        layout = self.layout
-        has_label = any(isinstance(self.row[name], bool) for name in layout.preference)
-        is_pair = any(name.startswith("rejected") for name in layout.preference)
-        if has_label or is_pair:
+        columns = self.layout.preference
+        has_label = "label" in columns and isinstance(self.row[columns["label"]], bool)
+        if has_label or "rejected" in columns:
             raise self._bad(
                 "preference_data",
-                f"preference data ({', '.join(layout.preference)}) cannot be trained as plain answers. "
+                f"preference data ({', '.join(columns.values())}) cannot be trained as plain answers. "
                 "Remove these columns, or keep only the answers to train on, as 'messages' or 'response'",
             )
 

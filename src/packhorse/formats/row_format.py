@@ -217,13 +217,13 @@ class Layout:
         format: ``"messages"`` or ``"prompt_response"``.
         columns: the field of each part that the rows have.
         unused: fields that are not read.
-        preference: the fields of preference data (two answers, or an answer and whether it is good).
+        preference: the fields of preference data by part: two answers, or whether the answer is good.
     """
 
     format: FormatName
     columns: Mapping[str, str]
     unused: tuple[str, ...]
-    preference: tuple[str, ...] = ()
+    preference: Mapping[str, str]
 
     def __getitem__(self, part: str) -> str:
         return self.columns[part]
@@ -272,7 +272,7 @@ def _find_layout(
     if not is_pair and not ("messages" in here if kind == "messages" else is_prompt):
         return None
     other = _PROMPT_COLUMNS if kind == "messages" else ("messages",)
-    preference = tuple(here[part] for part in _PREFERENCE_COLUMNS if part in here)
+    preference = {part: here[part] for part in _PREFERENCE_COLUMNS if part in here}
     read = {part: column for part, column in here.items() if part not in (*other, *_PREFERENCE_COLUMNS)}
     unused = present - set(read.values()) - set(_ALWAYS_READ)
     return Layout(kind, read, tuple(sorted(unused)), preference)

@@ -1,0 +1,87 @@
+"""Rows in memory: lists and Hugging Face datasets are read like files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from packhorse.formats.in_memory import ConvertedRows, open_examples
+from packhorse.formats.row_format import RowFormat
+from packhorse.ledger import Ledger
+from raising import raises_bad_sample, raises_config
+
+TURNS = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
+EXAMPLE = {
+    "conversation": [
+        {"role": "user", "content": [{"type": "text", "text": "Who?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "Me."}]},
+    ]
+}
+
+
+def test_rows_of_a_list_become_examples() -> None:
+    ledger = Ledger()
+    rows = open_examples([{"messages": TURNS}, {"prompt": "Who?", "completion": "Me."}], None, ledger)
+    assert list(rows) == [EXAMPLE, EXAMPLE] == rows[:]
+    assert not len(ledger)
+
+
+def test_examples_are_returned_as_they_are_and_their_other_fields_reported() -> None:
+    ledger, data = Ledger(), [{**EXAMPLE, "id": 3}]
+    assert open_examples(data, None, ledger) is data
+    assert [(drop.reason, drop.detail) for drop in ledger] == [("unused_field", "not used: id")]
+
+
+def test_names_that_are_not_usual_are_declared() -> None:
+    data = [{"dialog": [{"who": "asker", "said": "Who?"}, {"who": "helper", "said": "Me."}]}]
+    tags = {"role_tag": "who", "content_tag": "said", "user_tag": "asker", "assistant_tag": "helper"}
+    rows = open_examples(data, RowFormat.of({"messages": "dialog"}, tags), Ledger())
+    assert list(rows) == [EXAMPLE]
+
+
+def test_a_row_has_the_key_of_its_dataset_in_errors_and_entries() -> None:
+    class Keyed(list[dict[str, Any]]):
+        def key(self, index: int) -> str:
+            return f"own/{index}"
+
+    good, bad = {"messages": TURNS}, {"messages": TURNS, "tools": "{"}
+    rows = open_examples(Keyed([good, bad]), None, Ledger())
+    assert isinstance(rows, ConvertedRows)
+    with raises_bad_sample("wrong_format", key="own/1"):
+        rows[1]
+
+
+@pytest.mark.parametrize("data", [[{"text": "Hi"}], [{"label": 3}, {"label": 4}]])
+def test_rows_of_no_known_format_are_one_error_with_their_fields(data: list[Any]) -> None:
+    with raises_config("columns", match=f"the row has: {next(iter(data[0]))}. Expected turns in a list"):
+        open_examples(data, None, Ledger())
+
+
+def test_rows_that_are_no_dicts_are_rejected() -> None:
+    with raises_config("data", match="row 0 of data is a str"):
+        open_examples(["Hi"], None, Ledger())
+
+
+def test_no_rows_are_no_error() -> None:
+    assert len(open_examples([], None, Ledger())) == 0
+
+
+def test_the_images_of_a_hugging_face_dataset_stay_encoded_until_they_are_used(tmp_path: Path) -> None:
+    import datasets
+
+    for name in ("a", "b"):
+        Image.new("RGB", (8, 8), "red").save(tmp_path / f"{name}.png")
+    bare = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Who?"}]}, TURNS[1]]
+    texts = [{**turn, "content": turn["content"]} for turn in bare]
+    texts[1] = {"role": "assistant", "content": [{"type": "text", "text": "Me."}]}
+    columns = {"messages": [texts] * 2, "images": [[str(tmp_path / f"{name}.png")] for name in ("a", "b")]}
+    data = datasets.Dataset.from_dict(columns).cast_column("images", datasets.List(datasets.Image()))
+    assert isinstance(data[0]["images"][0], Image.Image)
+    rows = open_examples(data, None, Ledger())
+    part = rows[1]["conversation"][0]["content"][0]
+    assert part["type"] == "image"
+    assert part["image"] == str(tmp_path / "b.png") or isinstance(part["image"], bytes)
+    assert rows[0]["conversation"][0]["content"][1] == {"type": "text", "text": "Who?"}
