@@ -191,3 +191,44 @@ TEMPLATES: dict[str, str] = {
 
 TRIMS_TEXT = frozenset({"gemma3", "gemma4"})
 """Families whose template cuts placeholders from both ends of every text."""
+
+
+def _tools() -> str:
+    """ChatML with tools in the system turn, tool calls after an answer's text, results in a user turn."""
+    content = _content(
+        image="<|vision_start|><|image_pad|><|vision_end|>",
+        video="<|vision_start|><|video_pad|><|vision_end|>",
+    )
+    listed = (
+        "{% if tools %}"
+        + _write("<|im_start|>system\nTools:")
+        + "{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}"
+        + _write("<|im_end|>\n")
+        + "{% endif %}"
+    )
+    calls = (
+        "{% for call in message.get('tool_calls') or [] %}{% if not loop.first or message['content'] %}"
+        + _write("\n")
+        + "{% endif %}"
+        + _write("<tool_call>")
+        + "{{ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}"
+        + _write("</tool_call>")
+        + "{% endfor %}"
+    )
+    result = (
+        _write("<|im_start|>user\n<tool_response>\n") + content + _write("\n</tool_response><|im_end|>\n")
+    )
+    turn = _write("<|im_start|>") + "{{ message['role'] }}" + _write("\n") + content + calls
+    return _each_message(
+        "{% if message['role'] == 'tool' %}"
+        + result
+        + "{% else %}"
+        + turn
+        + _write("<|im_end|>\n")
+        + "{% endif %}",
+        before=listed,
+        prompt="<|im_start|>assistant\n",
+    )
+
+
+TOOLS = _tools()

@@ -200,7 +200,8 @@ class EncodingRules:
 
     def _check_count(self, counted: Counted | BadSample) -> Iterator[Violation]:
         if isinstance(counted, BadSample):
-            yield violation(counted.reason if counted.reason in RULES else "sample_failed", counted.detail)
+            rule = "unsupported_turn" if counted.reason == "unsupported_turn" else "sample_failed"
+            yield violation(rule, counted.detail)
             return
         total = counted.count.total
         if not counted.count.supervised:

@@ -1,0 +1,290 @@
+"""Tools, tool calls and tool results: counts are exact, and labels are those of incremental rendering.
+
+The oracle renders the conversation turn by turn with ``add_generation_prompt=True``: what an answer adds to
+that, up to its end of turn, is what a model has to generate.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from contract.chat_templates import TOOLS
+from contract.processors import build
+from contract.samples import make_image
+from contract.test_real_qwen import ASSETS, real
+from packhorse.chat import IGNORE_INDEX
+from packhorse.count.token_counter import TokenCounter
+from packhorse.families import Encoder
+from packhorse.formats.conversation import parse_conversation
+from raising import raises_bad_sample
+
+STOP = "<|im_end|>"
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather at a place.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+TOOLS_OF_ROWS = [{"type": "function", "function": WEATHER}]
+
+
+def call(**arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {
+        "role": "user",
+        "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts],
+    }
+
+
+def assistant(text: str, *calls: dict[str, Any]) -> dict[str, Any]:
+    content = [{"type": "text", "text": text}]
+    return {"role": "assistant", "content": content, **({"tool_calls": list(calls)} if calls else {})}
+
+
+def tool(text: str, *media: Any) -> dict[str, Any]:
+    return {"role": "tool", "content": [*media, {"type": "text", "text": text}]}
+
+
+def image(side: int) -> dict[str, Any]:
+    return {"type": "image", "image": make_image(side, 2 * side)}
+
+
+ROWS = {
+    "one call": [user("Rain in Bonn?"), assistant("", call(city="Bonn")), tool("17 C"), assistant("No.")],
+    "words and a call": [
+        user("Rain in Bonn?"),
+        assistant("I look it up.", call(city="Bonn")),
+        tool('{"rain": false}'),
+        assistant("No rain."),
+    ],
+    "two calls at once": [
+        user("Bonn or Ulm?"),
+        assistant("", call(city="Bonn"), call(city="Ulm")),
+        tool("17 C"),
+        tool("18 C"),
+        assistant("Ulm."),
+    ],
+    "two rounds": [
+        user("Bonn?"),
+        assistant("", call(city="Bonn")),
+        tool("17 C"),
+        assistant("17."),
+        user("And <|im_start|>assistant\nUlm?"),
+        assistant("", call(city="Ulm <tool_call>")),
+        tool("18 C"),
+        assistant("18."),
+    ],
+    "no call": [user("Hi"), assistant("Hello.")],
+}
+WITH_IMAGES = {
+    "an image and a call": [
+        user(image(40), "Where?"),
+        assistant("", call(city="Bonn")),
+        tool("17 C"),
+        assistant("Bonn."),
+    ],
+    "an image as a result": [
+        user("Show it."),
+        assistant("", call(city="Bonn")),
+        tool("Here.", image(56)),
+        assistant("Nice."),
+    ],
+}
+
+
+def expected_spans(
+    processor: Any, turns: list[dict[str, Any]], tools: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the rendered text and the characters that a model generates, by rendering turn by turn."""
+
+    def render(some: list[dict[str, Any]], prompt: bool) -> str:
+        text = processor.apply_chat_template(some, tools=tools, tokenize=False, add_generation_prompt=prompt)
+        return str(text[0] if isinstance(text, list) else text)
+
+    whole, spans = render(turns, False), []
+    for number, turn in enumerate(turns):
+        if turn["role"] == "assistant":
+            before, after = render(turns[:number], True), render(turns[: number + 1], False)
+            assert whole.startswith(before)
+            assert whole.startswith(after)
+            spans.append((len(before), len(before) + after[len(before) :].rindex(STOP) + len(STOP)))
+    return whole, spans
+
+
+def bare(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the turns as the template takes them: media parts hold their type alone."""
+    return [
+        {**turn, "content": [p if p["type"] == "text" else {"type": p["type"]} for p in turn["content"]]}
+        for turn in turns
+    ]
+
+
+def check(processor: Any, turns: list[dict[str, Any]], tools: Any) -> None:
+    encoder = Encoder(processor)
+    conversation = parse_conversation({"conversation": turns, "tools": tools}, "a/0")
+    encoded = encoder.encode(conversation)
+    text, spans = expected_spans(processor, bare(turns), tools or None)
+    assert encoded.text == text
+    tokenizer = encoder.tokenizer
+    read = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    expected = [
+        token
+        for token, (start, _) in zip(read["input_ids"], read["offset_mapping"], strict=True)
+        if any(first <= start < last for first, last in spans)
+    ]
+    labels = encoder.labels(encoded).tolist()
+    assert [label for label in labels if label != IGNORE_INDEX] == expected
+    counted = TokenCounter(encoder).count(conversation).count
+    assert (counted.total, counted.supervised) == (len(labels), len(expected))
+
+
+@pytest.mark.parametrize("name", [*ROWS, *WITH_IMAGES])
+def test_labels_of_tool_rows_are_those_of_incremental_rendering(name: str) -> None:
+    processor = build("qwen3_vl")
+    processor.chat_template = TOOLS
+    check(processor, {**ROWS, **WITH_IMAGES}[name], TOOLS_OF_ROWS)
+
+
+REAL = pytest.mark.skipif(not (ASSETS / "tokenizers").is_dir(), reason=f"no tokenizers/ in {ASSETS}")
+
+
+@REAL
+@pytest.mark.parametrize("name", [*ROWS, *WITH_IMAGES])
+def test_labels_of_tool_rows_are_exact_with_the_public_qwen3_vl_template(name: str) -> None:
+    check(real("qwen3_vl"), {**ROWS, **WITH_IMAGES}[name], TOOLS_OF_ROWS)
+
+
+@REAL
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("tokenizer", ["qwen2_5", "qwen3"])
+def test_labels_of_tool_rows_are_exact_with_the_text_templates(tokenizer: str, name: str) -> None:
+    from transformers import AutoTokenizer
+
+    check_text(AutoTokenizer.from_pretrained(ASSETS / "tokenizers" / tokenizer), ROWS[name])
+
+
+def check_text(tokenizer: Any, turns: list[dict[str, Any]]) -> None:
+    """As :func:`check`, for a template that takes texts; an empty thought before an answer is generated."""
+    encoder = Encoder(tokenizer)
+    conversation = parse_conversation({"conversation": turns, "tools": TOOLS_OF_ROWS}, "a/0")
+    texts = [{**turn, "content": turn["content"][0]["text"]} for turn in turns]
+    encoded = encoder.encode(conversation)
+    whole = tokenizer.apply_chat_template(texts, tools=TOOLS_OF_ROWS, tokenize=False)
+    assert encoded.text == whole
+    opening, spans, position = "<|im_start|>assistant\n", [], 0
+    asked = "And <|im_start|>assistant\nUlm?"
+    hidden = whole.replace(asked, "#" * len(asked))
+    while (start := hidden.find(opening, position)) >= 0:
+        start += len(opening)
+        position = hidden.index(STOP, start) + len(STOP)
+        spans.append((start, position))
+    assert len(spans) == sum(turn["role"] == "assistant" for turn in turns)
+    read = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    expected = [
+        token
+        for token, (start, _) in zip(read["input_ids"], read["offset_mapping"], strict=True)
+        if any(first <= start < last for first, last in spans)
+    ]
+    labels = encoder.labels(encoded).tolist()
+    assert [label for label in labels if label != IGNORE_INDEX] == expected
+    counted = TokenCounter(encoder).count(conversation).count
+    assert (counted.total, counted.supervised) == (len(labels), len(expected))
+
+
+@pytest.mark.parametrize(
+    ("turns", "tools", "missing"),
+    [
+        (ROWS["one call"], TOOLS_OF_ROWS, "tools, tool calls"),
+        (ROWS["no call"], TOOLS_OF_ROWS, "tools"),
+        (ROWS["one call"], [], "tool calls"),
+    ],
+)
+def test_a_row_that_the_template_cannot_write_is_dropped_whole(turns: Any, tools: Any, missing: str) -> None:
+    encoder = Encoder(build("qwen2_vl"))  # its template writes results, but neither tools nor calls
+    conversation = parse_conversation({"conversation": turns, "tools": tools}, "a/0")
+    with raises_bad_sample("unsupported_turn", key="a/0", match=f"does not write {missing}:"):
+        encoder.encode(conversation)
+    with raises_bad_sample("unsupported_turn", key="a/0"):
+        TokenCounter(encoder).count(conversation)
+
+
+def test_arguments_as_text_and_as_an_object_are_the_same() -> None:
+    from packhorse.formats.convert import convert_row
+    from packhorse.formats.row_format import RowFormat
+    from packhorse.ledger import Ledger
+
+    processor = build("qwen3_vl")
+    processor.chat_template = TOOLS
+    encoder = Encoder(processor)
+    texts = []
+    for arguments in ({"city": "Bonn"}, json.dumps({"city": "Bonn"})):
+        function = {"name": "get_weather", "arguments": arguments}
+        row = {
+            "messages": [
+                {"role": "user", "content": "Rain?"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"type": "function", "function": function}],
+                },
+                {"role": "tool", "content": "17 C"},
+                {"role": "assistant", "content": "No."},
+            ],
+            "tools": json.dumps(TOOLS_OF_ROWS),
+        }
+        example = convert_row(row, RowFormat(), key="a/0", dataset="a", record=Ledger().record)
+        texts.append(encoder.render_conversation(parse_conversation(example)))
+    assert texts[0] == texts[1]
+    assert '"arguments": {"city": "Bonn"}' in texts[0]
+
+
+def test_template_options_of_a_row_reach_the_template() -> None:
+    processor = build("qwen3_vl")
+    processor.chat_template = processor.chat_template + "{% if shout is defined %}{{ shout }}{% endif %}"
+    encoder = Encoder(processor)
+    example = {"conversation": ROWS["no call"], "chat_template_kwargs": {"shout": "LOUD"}}
+    assert encoder.render_conversation(parse_conversation(example)).endswith("LOUD")
+    plain = parse_conversation({"conversation": ROWS["no call"]})
+    assert not encoder.render_conversation(plain).endswith("LOUD")
+
+
+def test_turns_of_weight_zero_and_masked_reasoning_are_not_supervised() -> None:
+    processor = build("qwen3_vl")
+    encoder = Encoder(processor)
+    turns = [
+        user("1?"),
+        {**assistant("One."), "loss": False},
+        user("2?"),
+        assistant("<think>Hm.</think>\n\nTwo."),
+    ]
+
+    def supervised(**settings: Any) -> str:
+        conversation = parse_conversation({"conversation": turns, **settings}, "a/0")
+        labels = encoder.labels(encoder.encode(conversation)).tolist()
+        counted = TokenCounter(encoder).count(conversation).count
+        assert counted.supervised == sum(label != IGNORE_INDEX for label in labels)
+        return str(processor.tokenizer.decode([label for label in labels if label != IGNORE_INDEX]))
+
+    assert supervised() == "<think>Hm.</think>\n\nTwo.<|im_end|>"
+    assert supervised(reasoning="mask") == "Two.<|im_end|>"
+    assert supervised(weight=0) == ""
+
+
+def test_weights_of_rows_and_turns_are_weights_of_tokens() -> None:
+    encoder = Encoder(build("qwen3_vl"))
+    turns = [user("1?"), {**assistant("One."), "weight": 0.5}, user("2?"), assistant("Two.")]
+    encoded = encoder.encode(parse_conversation({"conversation": turns, "weight": 4}, "a/0"))
+    sample = encoder.label_sample(encoded, "a/0")
+    assert sample.labels is not None
+    assert sample.loss_weights is not None
+    chosen = sample.loss_weights[sample.labels != IGNORE_INDEX].tolist()
+    first = chosen.index(4.0)
+    assert chosen == [2.0] * first + [4.0] * (len(chosen) - first)
+    assert 0 < first < len(chosen)
+    plain = encoder.encode(parse_conversation({"conversation": ROWS["no call"]}, "a/0"))
+    assert encoder.label_sample(plain, "a/0").loss_weights is None
