@@ -33,6 +33,7 @@ from packhorse.formats.summary import (
 from packhorse.ledger import Ledger
 from packhorse.media.remote import require_driver
 from packhorse.media.source import is_address
+from packhorse.rows.index import file_error
 from packhorse.rows.row_files import Row, RowFile, gc_paused, local_file, open_rows
 from packhorse.rows.selection import Remainder, RowSelection, row_key
 from packhorse.types import Drop, Integers, World
@@ -102,18 +103,11 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
     if unknown:
         hints = ", ".join(f"{name}{suggest(name, map(str, meta))}" for name in unknown)
         some = list_some(sorted(map(str, meta)), _SHOWN_NAMES)
-        raise ConfigError(
-            f"{path}: dataset_names: no dataset {hints}; it has {some}",
-            setting="dataset_names",
-            value=unknown,
-        )
+        problem = f"{path}: dataset_names: no dataset {hints}; it has {some}"
+        raise ConfigError(problem, setting="dataset_names", value=unknown)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(
-            f"dataset_names has {', '.join(twice)} twice; to repeat it set its sample_ratio",
-            setting="dataset_names",
-            value=twice,
-        )
+        raise ConfigError.of("dataset_names", twice, "named twice; to repeat a dataset set its sample_ratio")
     try:
         return [_dataset_config(path, name, meta[name]) for name in names]
     except ConfigError as error:
@@ -152,46 +146,37 @@ def _parse_meta(path: str) -> dict[str, Any]:
             meta = json.load(file, object_pairs_hook=_no_duplicates)
         except ValueError as error:
             if "Extra data: line 2 column 1 " in str(error):
-                raise ConfigError(
-                    f"{path} has a JSON object on each line: rename it to end in .jsonl", path=path
-                ) from error
-            raise ConfigError(f"{path}: not a valid meta file: {error}", path=path) from error
+                problem = "has a JSON object on each line: rename it to end in .jsonl"
+                raise file_error(path, problem) from error
+            raise file_error(path, f"not a valid meta file: {error}") from error
     if not isinstance(meta, dict):
-        raise ConfigError(f"{path}: expected an object of datasets, found a {type(meta).__name__}", path=path)
+        raise file_error(path, f"expected an object of datasets, found a {type(meta).__name__}")
     if any(isinstance(meta.get(name), list) for name in _FIELDS_OF_ROWS):
-        raise ConfigError(
-            f"{path} is a single row; expected a meta file or a data file. Write rows as a JSON array, or "
-            "one on each line of a .jsonl file",
-            path=path,
-        )
+        problem = "is a single row; expected a meta file or a data file"
+        raise file_error(path, f"{problem}. Write rows as a JSON array, or one on each line of a .jsonl file")
     return meta
 
 
 def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
     where = f"{path}: dataset '{name}'"
     if not isinstance(entry, dict):
-        raise ConfigError(
-            f"{where} is a {type(entry).__name__}, expected an object", setting=name, value=entry
-        )
+        problem = f"{where} is a {type(entry).__name__}, expected an object"
+        raise ConfigError(problem, setting=name, value=entry)
+
+    def wrong(key: str, problem: str) -> ConfigError:
+        return ConfigError(f"{where} {problem}", setting=key, value=entry.get(key))
+
     if unknown := sorted(set(entry) - set(_META_KEYS)):
         hints = ", ".join(f"{key}{suggest(key, _META_KEYS)}" for key in unknown)
-        raise ConfigError(
-            f"{where} has unknown {hints}; known are {', '.join(_META_KEYS)}",
-            setting=unknown[0],
-            value=entry[unknown[0]],
-        )
+        raise wrong(unknown[0], f"has unknown {hints}; known are {', '.join(_META_KEYS)}")
     for key, kind in (("file_name", str), ("media_dir", str), ("strict", bool), ("confine", bool)):
         if entry.get(key) is not None and not isinstance(entry[key], kind):
-            raise ConfigError(
-                f"{where}: {key}={entry[key]!r}, expected a {kind.__name__}", setting=key, value=entry[key]
-            )
+            raise wrong(key, f"has {key}={entry[key]!r}, expected a {kind.__name__}")
     if not entry.get("file_name"):
-        raise ConfigError(f"{where} has no file_name", setting="file_name", value=entry.get("file_name"))
+        raise wrong("file_name", "has no file_name")
     ratio = entry.get("sample_ratio", 1.0)
     if isinstance(ratio, bool) or not isinstance(ratio, int | float):
-        raise ConfigError(
-            f"{where}: sample_ratio={ratio!r}, expected a number", setting="sample_ratio", value=ratio
-        )
+        raise wrong("sample_ratio", f"has sample_ratio={ratio!r}, expected a number")
     folder = _folder(path)
     try:
         rules = ShareGptFormat.of(
@@ -556,9 +541,7 @@ def _world(shard_data: bool, rank: int | None, world_size: int | None) -> World:
             )
         return World()
     if (rank is None) != (world_size is None):
-        raise ConfigError(
-            f"rank={rank}, world_size={world_size}: give both or neither", setting="rank", value=rank
-        )
+        raise ConfigError.of("rank", rank, f"world_size={world_size}: give both or neither")
     return World.detect() if rank is None or world_size is None else World(rank, world_size)
 
 

@@ -305,9 +305,8 @@ def _from_mapping(cls: type[Any], given: Mapping[str, str] | None, what: str) ->
     unknown = sorted(set(given or {}) - set(names))
     if unknown:
         hints = ", ".join(f"{name}{suggest(name, names)}" for name in unknown)
-        raise ConfigError(
-            f"unknown {what}: {hints}; expected some of {', '.join(names)}", setting=what, value=unknown
-        )
+        problem = f"unknown {what}: {hints}; expected some of {', '.join(names)}"
+        raise ConfigError(problem, setting=what, value=unknown)
     for name, value in (given or {}).items():
         if not isinstance(value, str):
             raise ConfigError(f"{what}[{name!r}] is {value!r}, expected a string", setting=name, value=value)
