@@ -63,6 +63,10 @@ class Fill(NamedTuple):
         packs += np.arange(len(packs), dtype=np.int32)
         return packs
 
+    def sizes(self) -> Integers:
+        """Return the number of samples of each pack."""
+        return self.totals(self.each)
+
     def totals(self, amounts: Integers) -> Integers:
         """Return for each pack the sum of the amounts of its moves."""
         steps = np.zeros(self.packs + 1, np.int64)

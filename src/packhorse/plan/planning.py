@@ -358,7 +358,7 @@ def assign_samples(fill: Fill, order: Positions) -> tuple[Integers, Positions]:
     runs = int(np.minimum(fill.each, fill.width).sum())
     if len(order) < _MANY or len(order) < _LONG_RUN * runs:
         return gather(fill.pack_of(), fill.packs, order)
-    sizes = fill.totals(fill.each)
+    sizes = fill.sizes()
     offsets = offsets_of(sizes)
     fill = _split_moves(fill, np.flatnonzero(np.diff(sizes)) + 1)
     positions = np.empty(len(order), np.int32)
