@@ -155,7 +155,8 @@ def test_what_a_template_rejects_while_a_sample_is_shortened_is_a_bad_sample() -
 
 TOOLS = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for p in m['content'] %}{{ p['text'] }}"
-    "{% endfor %}{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function']['name'] }}</tool_call>"
+    "{% endfor %}{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function']['name'] }}"
+    "{{ c['function']['arguments'] | tojson }}</tool_call>"
     "{% endfor %}<|im_end|>\n{% endfor %}"
 )
 
@@ -177,7 +178,7 @@ def test_tool_calls_reach_the_template_and_are_supervised() -> None:
     for labels in (samples[0]["labels"], batch["labels"][0]):
         text = made.tokenizer.decode(labels[labels >= 0])
         assert text == (
-            "Let me see.<tool_call>weather</tool_call><|im_end|><tool_call>weather</tool_call><|im_end|>"
+            "Let me see.<tool_call>weather{}</tool_call><|im_end|><tool_call>weather{}</tool_call><|im_end|>"
             "Yes.<|im_end|>"
         )
 
@@ -192,7 +193,7 @@ def test_tool_calls_are_part_of_the_answer_also_where_contents_are_texts() -> No
     turns = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "A", "tool_calls": ["b"]}]
     encoder = Encoder(made)
     text = encoder.render(turns)
-    ((start, end),) = answer_spans(encoder, turns, text)
+    ((start, end, _),) = answer_spans(encoder, turns, text)
     assert text[start:end] == "A<tool_call>b</tool_call><|im_end|>"
 
 

@@ -241,12 +241,10 @@ class Distribution:
         """
         used = np.flatnonzero(self.counts)
         positive = used[used > 0]
-        first = 1 << (int(positive[0]).bit_length() - 1) if len(positive) else 1
-        edges, largest = [first], self.max
-        while edges[-1] <= largest:
-            edges.append(edges[-1] * 2)
+        first = int(positive[0]).bit_length() - 1 if len(positive) else 0
+        edges = [1 << power for power in range(first, self.max.bit_length() + 1)]
         has_zeros = len(used) > 0 and used[0] == 0
-        return [0, *([1] if first > 1 else []), *edges] if has_zeros or not len(positive) else edges
+        return [0, *([1] if first else []), *edges] if has_zeros or not len(positive) else edges
 
     def histogram(self, edges: Sequence[int]) -> list[int]:
         """Return the number of values from each edge up to but not including the next."""

@@ -23,9 +23,10 @@ from PIL import Image
 
 from packhorse.count.parts import PART_ROWS, part_digest
 from packhorse.count.sidecar import sidecar_locations
-from packhorse.errors import ConfigError, data_errors
+from packhorse.errors import data_errors
 from packhorse.families import Encoder
 from packhorse.formats.meta import MetaDataset, Source
+from packhorse.rows.index import file_error
 from packhorse.rows.row_files import RowFile
 from packhorse.utils.files import digest
 
@@ -90,11 +91,11 @@ def _compare_parts(file: RowFile, part_rows: int, parts: Sequence[str]) -> None:
     for number, (then, now) in enumerate(zip(parts, _part_digests(file, part_rows), strict=True)):
         if then != now:
             first = number * part_rows
-            raise ConfigError(
-                f"{file.name}: rows {first} to {min(len(file), first + part_rows) - 1} have changed since "
-                f"they were counted (digest {then} then, {now} now), though the file has the same size and "
+            raise file_error(
+                file.name,
+                f"rows {first} to {min(len(file), first + part_rows) - 1} have changed since they were "
+                f"counted (digest {then} then, {now} now), though the file has the same size and "
                 "modification time. Count it again with `packhorse count --fresh`",
-                path=file.name,
             )
 
 
@@ -124,13 +125,10 @@ def _iterate(examples: Any) -> Iterator[Any]:
             yield from table.to_pylist()
         return
     for index in range(len(examples)):
-        yield _example_at(examples, index)
-
-
-def _example_at(examples: Any, index: int) -> Any:
-    with data_errors():
-        return examples[index]
-    return None  # counting records it
+        example = None  # if it cannot be read: counting records it
+        with data_errors():
+            example = examples[index]
+        yield example
 
 
 def _serialize(value: Any) -> bytes:
@@ -165,8 +163,12 @@ def _as_json(value: Any) -> Any:
     """Return JSON values for a value that is none; large data as a digest."""
     if isinstance(value, Image.Image):
         # A file that was only opened is named: decoding every image would take hours.
-        name = getattr(value, "filename", "")
-        return ["image", value.mode, value.size, str(name) if name else _pixels_digest(value)]
+        content = str(getattr(value, "filename", "") or "")
+        if not content:
+            content = "unreadable"  # counting records it
+            with data_errors():
+                content = _bytes_digest(value.tobytes())
+        return ["image", value.mode, value.size, content]
     if isinstance(value, bytes | bytearray | memoryview):
         return ["bytes", _bytes_digest(value)]
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
@@ -189,12 +191,6 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, Iterable) and hasattr(value, "__len__"):
         return list(value)
     return [type(value).__qualname__, _ADDRESS.sub("", repr(value))]
-
-
-def _pixels_digest(image: Image.Image) -> str:
-    with data_errors():
-        return _bytes_digest(image.tobytes())
-    return "unreadable"  # counting records it
 
 
 def _bytes_digest(data: Any) -> str:

@@ -23,12 +23,13 @@ import orjson
 from packhorse.chat import IGNORE_INDEX, CannotAlign
 from packhorse.count.columns import COUNTS, OK, CountColumns
 from packhorse.count.sidecar import Sidecar
-from packhorse.errors import BadSample, ConfigError, write_fault
+from packhorse.errors import BadSample, write_fault
 from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.convert import convert_row
 from packhorse.formats.meta import DatasetConfig
 from packhorse.ledger import Ledger
+from packhorse.rows.index import file_error
 from packhorse.rows.row_files import RowFile
 from packhorse.rows.selection import row_key
 from packhorse.types import MEDIA_KINDS, Conversation, mask_secrets
@@ -325,14 +326,11 @@ def write_counted_jsonl(
     home = Path(folder)
     targets = [home / f"{counted.config.name.replace(os.sep, '_')}.jsonl" for counted in files]
     if len(set(targets)) < len(targets):
-        names = ", ".join(map(str, targets))
-        raise ConfigError(f"two datasets would be written to one of {names}", path=home)
+        raise file_error(home, f"two datasets would be written to one of {', '.join(map(str, targets))}")
     meta = {}
     for counted, target in zip(files, targets, strict=True):
         if os.path.realpath(target) == os.path.realpath(counted.file.path):
-            raise ConfigError(
-                f"{target} is the data file itself: write the copies to another folder", path=target
-            )
+            raise file_error(target, "is the data file itself: write the copies to another folder")
         meta[counted.config.name] = counted.config.entry(target.name)
     report = progress or Progress("writing")
     total, done = sum(len(counted.file) for counted in files), 0

@@ -47,6 +47,7 @@ from packhorse.count.sidecar import (
 )
 from packhorse.errors import FULL_DISK, ConfigError, SystemFault, write_fault
 from packhorse.formats.meta import DatasetConfig, Meta, open_dataset_rows, read_meta
+from packhorse.rows.index import file_error
 from packhorse.rows.row_files import RowFile
 from packhorse.utils.files import Fingerprint, cache_lock, remove_if_idle, write_atomic
 from packhorse.utils.pool import Engine
@@ -264,11 +265,10 @@ class PartStore:
         if self.sidecar is not None or self.missing:
             return
         if Fingerprint.of(data_source(self.file)) != self.location.state:
-            raise ConfigError(
-                f"{self.file.name} was changed while it was being counted; count again (parts that did not "
-                "change are kept)",
-                path=self.file.name,
+            problem = (
+                "was changed while it was being counted; count again (parts that did not change are kept)"
             )
+            raise file_error(self.file.name, problem)
         try:
             location, anywhere = self.location, self.location.anywhere
             if anywhere is not None and all(needs_no_media(part.batch()) for part in self._parts.values()):
@@ -321,14 +321,12 @@ class PartStore:
     def _find_writable_folder(self) -> int:
         """Return the index of the data's folder, or of the cache if that cannot be written."""
         folders = self.location.parts_folders()
-        home = next((index for index, folder in enumerate(folders) if may_write(folder)), None)
-        if home is None:
-            names = " nor ".join(str(folder.parent) for folder in folders)
-            raise ConfigError(
-                f"neither {names} can be written: set PACKHORSE_CACHE to a folder for the counts",
-                setting="PACKHORSE_CACHE",
-            )
-        return home
+        for index, folder in enumerate(folders):
+            if may_write(folder):
+                return index
+        names = " nor ".join(str(folder.parent) for folder in folders)
+        remedy = "set PACKHORSE_CACHE to a folder for the counts"
+        raise ConfigError(f"neither {names} can be written: {remedy}", setting="PACKHORSE_CACHE")
 
     def _find_part_rows(self, sidecars: Sequence[Sidecar]) -> int:
         """Return the size of the parts that can be reused; the default if there are none."""
@@ -384,10 +382,7 @@ class PartStore:
             for number, (part, task) in enumerate(zip(parts, self._split(), strict=True)):
                 batch = part.batch()
                 if batch.num_rows != task.stop - task.first:
-                    raise ConfigError(
-                        f"part {number} of {self.file.name} has {batch.num_rows} rows; count fresh",
-                        path=self.file.name,
-                    )
+                    raise file_error(self.file.name, f"part {number} has {batch.num_rows} rows; count fresh")
                 writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
 
 

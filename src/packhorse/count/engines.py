@@ -56,17 +56,15 @@ def make_engine(name: str, num_workers: int | None = None, ray_address: str | No
 
     ``num_workers`` of None is all cores, or what the cluster has; ``ray_address`` as in :class:`RayEngine`.
     """
-    if name == "local":
-        if ray_address is not None:
-            raise ConfigError.of("ray_address", ray_address, "goes with the engine 'ray', not with 'local'")
-        # A command's own process has used no GPU, and forks start at once with all loaded modules.
-        return LocalEngine(
-            num_workers, multiprocessing_context="fork" if sys.platform == "linux" else "spawn"
-        )
     if name == "ray":
         return RayEngine(ray_address, num_workers)
-    choices = f"{', '.join(ENGINES)}{suggest(name, ENGINES)}"
-    raise ConfigError(f"unknown engine {name!r}: expected one of {choices}", setting="engine", value=name)
+    if name != "local":
+        choices = f"{', '.join(ENGINES)}{suggest(name, ENGINES)}"
+        raise ConfigError(f"unknown engine {name!r}: expected one of {choices}", setting="engine", value=name)
+    if ray_address is not None:
+        raise ConfigError.of("ray_address", ray_address, "goes with the engine 'ray', not with 'local'")
+    # A command's own process has used no GPU, and forks start at once with all loaded modules.
+    return LocalEngine(num_workers, multiprocessing_context="fork" if sys.platform == "linux" else "spawn")
 
 
 class RayEngine:

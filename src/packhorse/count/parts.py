@@ -28,6 +28,7 @@ from packhorse.formats.convert import convert_row
 from packhorse.formats.meta import DatasetConfig
 from packhorse.media import VideoInfo
 from packhorse.media.source import is_address
+from packhorse.rows.index import file_error
 from packhorse.rows.row_files import Row, RowFile, gc_paused, open_rows
 from packhorse.rows.selection import row_key
 from packhorse.types import MEDIA_KINDS, Conversation, Drop
@@ -119,7 +120,7 @@ def _open_file(address: str, index_dir: str | None, size: int, edges: str) -> tu
     rows = open_rows(address, index_dir)
     state = Fingerprint.of(data_source(rows))
     if (state.size, state.edges) != (size, edges):
-        raise ConfigError(f"{address}: the file has changed since the count began; count again", path=address)
+        raise file_error(address, "the file has changed since the count began; count again")
     return rows, state
 
 
@@ -197,12 +198,9 @@ class PartCounter:
         if self._counter is None:
             self._counter = make_counter(self.processor, self.trust_remote_code)
             if isinstance(self.processor, str) and counter_settings(self._counter) != self.settings:
-                raise ConfigError(
-                    f"{self.processor}: this process finds other settings there than the one that started "
-                    "the count; let all machines see the same processor and the same version of transformers",
-                    setting="processor",
-                    value=self.processor,
-                )
+                remedy = "let all machines see the same processor and the same version of transformers"
+                problem = f"this process finds other settings than the one that started the count; {remedy}"
+                raise ConfigError.of("processor", self.processor, problem)
         return self._counter
 
     def __getstate__(self) -> dict[str, Any]:
@@ -305,13 +303,13 @@ class CountedRows:
         self.rows: list[tuple[Any, ...]] = []
         self.status: list[str] = []
         self.detail: list[str] = []
-        self.offsets = [0]
-        self.media: list[tuple[int | float, ...]] = []
+        self.media: list[list[tuple[int | float, ...]]] = []
 
     def add(self, row: Counted | BadSample) -> None:
         """Append a row's count, or why it has none."""
         if isinstance(row, BadSample):
             self.rows.append(_NO_COUNTS)
+            self.media.append([])
             self.status.append(row.reason)
             # A file name may contain bytes that are not UTF-8.
             self.detail.append(row.detail.encode("utf-8", "backslashreplace").decode())
@@ -319,25 +317,16 @@ class CountedRows:
             self.rows.append(_get_fields(row.count))
             self.status.append(OK)
             self.detail.append("")
-            self.media.extend(map(_media_values, row.media))
-        self.offsets.append(len(self.media))
+            self.media.append([_media_values(item) for item in row.media])
 
     def batch(self) -> pa.RecordBatch:
         """Return the rows as one Arrow record batch."""
         import pyarrow as pa
 
         schema = count_schema()
-        item = schema.field("media").type.value_field
-        columns = list(zip(*self.media, strict=True)) or [()] * item.type.num_fields
-        arrays = [pa.array(column, item.type.field(number).type) for number, column in enumerate(columns)]
-        structs = pa.StructArray.from_arrays(arrays, fields=list(item.type))
-        offsets = pa.array(self.offsets, pa.int32())
-        media = pa.ListArray.from_arrays(offsets, structs, type=schema.field("media").type)
         values: dict[str, Any] = dict(zip(_FIELDS, zip(*self.rows, strict=True), strict=True))
-        values |= {"status": self.status, "detail": self.detail}
-        arrays = [
-            media if field.name == "media" else pa.array(values[field.name], field.type) for field in schema
-        ]
+        values |= {"status": self.status, "detail": self.detail, "media": self.media}
+        arrays = [pa.array(values[field.name], field.type) for field in schema]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 

@@ -52,6 +52,11 @@ _KEY_DIGITS = 12
 class Sidecar:
     """An open count file.
 
+    Attributes:
+        settings_key: digest of the settings that it was counted with.
+        parts: the digest of each part's bytes in the data file.
+        part_rows: rows of each part but the last, which may have fewer.
+
     Raises:
         ConfigError: (a ``ValueError``) it is not a count file, or damaged.
         OSError: it cannot be read.
@@ -73,6 +78,9 @@ class Sidecar:
         """Read all of it: damaged content may crash Arrow, or be a wrong count."""
         if not _is_valid(self.about):
             raise ValueError("its metadata are not those of a count file")
+        self.settings_key: str = self.about["settings_key"]
+        self.parts: list[str] = self.about["parts"]
+        self.part_rows: int = self.about["part_rows"]
         if not len(self.parts) == len(self.about["checks"]) == self._reader.num_record_batches:
             raise ValueError("parts are missing")
         rows = 0
@@ -86,22 +94,6 @@ class Sidecar:
 
     def __len__(self) -> int:
         return int(self.about["rows"])
-
-    @property
-    def settings_key(self) -> str:
-        """Digest of the settings that it was counted with."""
-        return str(self.about["settings_key"])
-
-    @property
-    def parts(self) -> list[str]:
-        """The digest of each part's bytes in the data file."""
-        parts: list[str] = self.about["parts"]
-        return parts
-
-    @property
-    def part_rows(self) -> int:
-        """Rows of each part but the last, which may have fewer."""
-        return int(self.about["part_rows"])
 
     def part(self, number: int) -> pa.RecordBatch:
         """Return one part."""

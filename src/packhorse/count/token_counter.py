@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -426,22 +427,13 @@ class TokenCounter:
     def _result(self, total: int, supervised: int, media: tuple[MediaItemCount, ...]) -> Counted:
         if not media:
             return Counted(TokenCount(total, supervised=supervised))
-        tokens: dict[MediaKind, int] = {"image": 0, "video": 0, "audio": 0}
-        number = dict(tokens)
+        sums: defaultdict[str, Any] = defaultdict(int, text=total)  # by field of TokenCount
         for item in media:
-            tokens[item.kind] += item.tokens
-            number[item.kind] += 1
-        count = TokenCount(
-            text=total - sum(tokens.values()),
-            image=tokens["image"],
-            video=tokens["video"],
-            audio=tokens["audio"],
-            supervised=supervised,
-            images=number["image"],
-            videos=number["video"],
-            audios=number["audio"],
-            patches=sum(item.patches for item in media),
-        )
+            sums["text"] -= item.tokens
+            sums[item.kind] += item.tokens
+            sums[f"{item.kind}s"] += 1
+            sums["patches"] += item.patches
+        count = TokenCount(supervised=supervised, **sums)
         if not self.family.exact:
             off_by = self.family.off_by
             count = replace(count, exact=False, off_by=-1 if off_by is None else off_by)

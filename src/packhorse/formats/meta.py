@@ -35,6 +35,7 @@ from packhorse.formats.summary import (
 from packhorse.ledger import Ledger
 from packhorse.media.remote import require_driver
 from packhorse.media.source import is_address
+from packhorse.rows.index import file_error
 from packhorse.rows.row_files import Row, RowFile, gc_paused, local_file, open_rows
 from packhorse.rows.selection import Remainder, RowSelection, row_key
 from packhorse.types import Drop, Integers, World
@@ -124,11 +125,7 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
         )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(
-            f"dataset_names has {', '.join(twice)} twice; to repeat it set its sample_ratio",
-            setting="dataset_names",
-            value=twice,
-        )
+        raise ConfigError.of("dataset_names", twice, "named twice; to repeat a dataset set its sample_ratio")
     return [_dataset_config(path, name, meta[name]) for name in names]
 
 
@@ -161,61 +158,46 @@ def _parse_meta(path: str) -> dict[str, Any]:
             meta = json.load(file, object_pairs_hook=_no_duplicates)
         except ValueError as error:
             if "Extra data: line 2 column 1 " in str(error):
-                raise ConfigError(
-                    f"{path} has a JSON object on each line: rename it to end in .jsonl", path=path
-                ) from error
-            raise ConfigError(f"{path}: not a valid meta file: {error}", path=path) from error
+                problem = "has a JSON object on each line: rename it to end in .jsonl"
+                raise file_error(path, problem) from error
+            raise file_error(path, f"not a valid meta file: {error}") from error
     if not isinstance(meta, dict):
-        raise ConfigError(f"{path}: expected an object of datasets, found a {type(meta).__name__}", path=path)
+        raise file_error(path, f"expected an object of datasets, found a {type(meta).__name__}")
     if any(isinstance(meta.get(name), list) for name in _FIELDS_OF_ROWS):
-        raise ConfigError(
-            f"{path} is a single row; expected a meta file or a data file. Write rows as a JSON array, or "
-            "one on each line of a .jsonl file",
-            path=path,
-        )
+        problem = "is a single row; expected a meta file or a data file"
+        raise file_error(path, f"{problem}. Write rows as a JSON array, or one on each line of a .jsonl file")
     return meta
 
 
 def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
     where = f"{path}: dataset '{name}'"
     if not isinstance(entry, dict):
-        raise ConfigError(
-            f"{where} is a {type(entry).__name__}, expected an object", setting=name, value=entry
-        )
+        problem = f"{where} is a {type(entry).__name__}, expected an object"
+        raise ConfigError(problem, setting=name, value=entry)
     folder = _folder(path)
     if os.path.basename(path) == llama_factory.FILE_NAME or llama_factory.is_entry(entry):
         with naming(where):
             entry = llama_factory.meta_entry(entry, folder)
+
+    def wrong(key: str, problem: str) -> ConfigError:
+        return ConfigError(f"{where} {problem}", setting=key, value=entry.get(key))
+
     if unknown := sorted(set(entry) - set(_META_KEYS)):
         hints = ", ".join(f"{key}{suggest(key, _META_KEYS)}" for key in unknown)
-        raise ConfigError(
-            f"{where} has unknown {hints}; known are {', '.join(_META_KEYS)}",
-            setting=unknown[0],
-            value=entry[unknown[0]],
-        )
-    if not isinstance(entry.get("file_name", ""), str):
-        file_name = entry["file_name"]
-        raise ConfigError(
-            f"{where}: file_name={file_name!r}, expected a str", setting="file_name", value=file_name
-        )
+        raise wrong(unknown[0], f"has unknown {hints}; known are {', '.join(_META_KEYS)}")
     if not entry.get("file_name"):
-        raise ConfigError(f"{where} has no file_name", setting="file_name", value=entry.get("file_name"))
-    ratio = entry.get("sample_ratio", 1.0)
+        raise wrong("file_name", "has no file_name")
+    if not isinstance(file_name := entry["file_name"], str):
+        raise wrong("file_name", f"has file_name={file_name!r}, expected a str")
+    ratio, number = entry.get("sample_ratio", 1.0), entry.get("num_samples")
     if isinstance(ratio, bool) or not isinstance(ratio, int | float):
-        raise ConfigError(
-            f"{where}: sample_ratio={ratio!r}, expected a number", setting="sample_ratio", value=ratio
-        )
-    number = entry.get("num_samples")
+        raise wrong("sample_ratio", f"has sample_ratio={ratio!r}, expected a number")
     if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-        raise ConfigError(
-            f"{where}: num_samples={number!r}, expected a whole number above 0",
-            setting="num_samples",
-            value=number,
-        )
+        raise wrong("num_samples", f"has num_samples={number!r}, expected a whole number above 0")
     options = {key: value for key, value in entry.items() if key in _FORMAT_KEYS}
     with naming(where):
         rules = row_format({**options, "media_dir": _media_dir(folder, options.get("media_dir"))})
-    return DatasetConfig(name, _join(folder, entry["file_name"]), rules, float(ratio), number)
+    return DatasetConfig(name, _join(folder, file_name), rules, float(ratio), number)
 
 
 def row_format(options: Mapping[str, Any]) -> RowFormat:
@@ -585,9 +567,7 @@ def _world(shard_data: bool, rank: int | None, world_size: int | None) -> World:
             )
         return World()
     if (rank is None) != (world_size is None):
-        raise ConfigError(
-            f"rank={rank}, world_size={world_size}: give both or neither", setting="rank", value=rank
-        )
+        raise ConfigError.of("rank", rank, f"world_size={world_size}: give both or neither")
     return World.detect() if rank is None or world_size is None else World(rank, world_size)
 
 

@@ -485,18 +485,12 @@ def _load(
     datasets = require("datasets", "hub")
     dataset = datasets.load_dataset(path, split=split, **_known_options(path, kwargs, datasets.load_dataset))
     if not isinstance(dataset, datasets.Dataset):
-        raise ConfigError(
-            f"{path}: load_dataset gives a {type(dataset).__name__}, expected a Dataset: name one split, and "
-            "leave streaming out",
-            path=path,
-        )
+        problem = f"load_dataset gives a {type(dataset).__name__}, expected a Dataset"
+        raise ConfigError(f"{path}: {problem}: name one split, and leave streaming out", path=path)
     missing = [name for name in columns if name not in dataset.column_names]
     if missing:
-        raise ConfigError(
-            f"{path}: no column {', '.join(missing)}; it has {', '.join(dataset.column_names)}",
-            setting=missing[0],
-            path=path,
-        )
+        problem = f"{path}: no column {', '.join(missing)}; it has {', '.join(dataset.column_names)}"
+        raise ConfigError(problem, setting=missing[0], path=path)
     for name, feature in dataset.features.items():
         if isinstance(feature, datasets.Image):
             # Undecoded: packhorse.media decodes the one that is used, and says what is wrong with it.

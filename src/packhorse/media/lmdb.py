@@ -58,13 +58,10 @@ def _environment(database: str, lmdb: Any) -> Any:
         for environment in inherited.environments.values():
             environment.close()
     path = os.path.realpath(database)
-    environment = _open.environments.get(path)
-    if environment is None:
-        with _open.lock:
-            environment = _open.environments.get(path)
-            if environment is None:
-                environment = _open.environments[path] = _open_environment(database, path, lmdb)
-    return environment
+    with _open.lock:
+        if path not in _open.environments:
+            _open.environments[path] = _open_environment(database, path, lmdb)
+        return _open.environments[path]
 
 
 def _open_environment(database: str, path: str, lmdb: Any) -> Any:

@@ -74,16 +74,14 @@ def load_media(
     )
 
 
-def media_size(
-    ref: MediaRef, *, exif: bool = True, max_pixels: int | None = DEFAULT_MAX_PIXELS
-) -> tuple[int, int] | VideoInfo:
+def media_size(ref: MediaRef) -> tuple[int, int] | VideoInfo:
     """Return the size of a media item without decoding it.
 
     Returns:
         (height, width) of an image, the :class:`VideoInfo` of a video, (samples, rate) of an audio clip.
     """
     if ref.kind == "image":
-        return image_size(ref.source, exif=exif, max_pixels=max_pixels)
+        return image_size(ref.source)
     if ref.kind == "audio":
         return audio_info(_audio_source(ref))
     if (metadata := preloaded_metadata(ref)) is not None:
@@ -91,17 +89,11 @@ def media_size(
             metadata.total_num_frames, metadata.height, metadata.width, metadata.fps, metadata.duration
         )
     sampling_of(ref, None)  # raises for an invalid option
-    return probe_video(ref.source, fps=ref.options.get("fps"), max_pixels=max_pixels)
+    return probe_video(ref.source, fps=ref.options.get("fps"))
 
 
 def placeholder_media(kind: MediaKind, size: MediaSize, sampling_rate: int = 16_000) -> MediaRef:
-    """Return a media item of the given size without content: a white image or video, or silence.
-
-    Args:
-        kind: the kind of media.
-        size: its size.
-        sampling_rate: of an audio clip.
-    """
+    """Return a media item of the given size without content: a white image or video, or silence."""
     if isinstance(size, tuple):
         height, width = size
         return MediaRef(kind, Image.new("RGB", (width, height), "white"))

@@ -251,12 +251,9 @@ def _call_sample_frames(info: VideoInfo, sampling: VideoSampling) -> np.ndarray 
     except TypeError as error:
         if sampling.fps is not None or sampling.num_frames is not None:
             raise
-        raise ConfigError(
-            f"{type(owner).__name__} has do_sample_frames=True and neither fps nor num_frames: set one of "
-            "them on processor.video_processor, or do_sample_frames=False for all frames",
-            setting="do_sample_frames",
-            value=True,
-        ) from error
+        problem = f"{type(owner).__name__} has neither fps nor num_frames: set one of them on "
+        remedy = "processor.video_processor, or do_sample_frames=False for all frames"
+        raise ConfigError.of("do_sample_frames", True, problem + remedy) from error
     indices = np.asarray(taken, np.int64)
     # Steps in float32 may end one frame after the last, which every decoder rejects.
     indices = indices[indices < info.total_frames]

@@ -64,14 +64,7 @@ class Address:
     url: str
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedBytes:
-    """Encoded bytes in memory."""
-
-    data: bytes
-
-
-Location = LocalFile | LmdbEntry | Address | EncodedBytes
+Location = LocalFile | LmdbEntry | Address | bytes
 
 
 def locate(source: object) -> Location:
@@ -88,7 +81,7 @@ def locate(source: object) -> Location:
             raise bad_media(f"{describe(source)}: expected 'bytes' or 'path', found neither", "missing_media")
         return locate(path if data is None else data)
     if isinstance(source, bytes | bytearray | memoryview):
-        return EncodedBytes(bytes(source))
+        return bytes(source)
     if not isinstance(source, str | os.PathLike):
         raise bad_media(f"{describe(source)} is not a path, an address or encoded bytes", "wrong_format")
     text = os.fsdecode(source)
@@ -120,7 +113,7 @@ def open_source(source: object, *, buffering: int = -1, block_size: int | None =
     """
     file: BinaryIO
     match locate(source):
-        case EncodedBytes(data):
+        case bytes(data):
             file, size = io.BytesIO(data), len(data)
         case LmdbEntry(database, key):
             value = read_lmdb(database, key)
@@ -209,7 +202,9 @@ def _split_lmdb(text: str) -> LmdbEntry | None:
         left, key = text[:cut], text[cut + 2 :]
         if left.lower().startswith(_LOCAL_SCHEMES):
             left = _path_of_file_url(left)
-        if not is_address(left) and (left.endswith(".lmdb") or (_exists(left) and not _exists(text))):
+        if not is_address(left) and (
+            left.endswith(".lmdb") or (os.path.lexists(left) and not os.path.lexists(text))
+        ):
             return LmdbEntry(left, key)
         cut = text.rfind("::", 0, cut)
     return None
@@ -220,15 +215,7 @@ def _path_of_file_url(url: str) -> str:
     if path.lower().startswith("localhost/"):
         path = path[len("localhost") :]
     # RFC 8089 escapes spaces and the like; fsspec does not. The name as written comes first.
-    return path if "%" not in path or _exists(path) else unquote(path)
-
-
-def _exists(path: str) -> bool:
-    try:
-        os.lstat(path)
-    except (OSError, ValueError):
-        return False
-    return True
+    return path if "%" not in path or os.path.lexists(path) else unquote(path)
 
 
 def _open_local(path: str, buffering: int) -> tuple[BinaryIO, int]:
@@ -312,7 +299,7 @@ def confine(path: object, media_dir: PathLike) -> Any:
     root = locate(media_dir)
     for part in _paths(path):
         location = locate(part)
-        if isinstance(location, EncodedBytes):
+        if isinstance(location, bytes):
             continue
         if isinstance(root, Address):
             inside = isinstance(location, Address) and _is_address_inside(location.url, root.url)

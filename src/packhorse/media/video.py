@@ -197,8 +197,8 @@ class VideoMetadata:
     def timestamps(self) -> list[float]:
         """Seconds from the start for each sampled frame."""
         if self.fps is None:
-            raise ConfigError(
-                "the frames have no rate: pass fps= with a list or folder of frames", setting="fps"
+            raise ConfigError.of(
+                "fps", None, "the frames have no rate: pass fps= with a list or folder of them"
             )
         return [index / self.fps for index in self.frames_indices]
 

@@ -123,10 +123,8 @@ def _size(config: Config, *names: str, default: int | None = None) -> int:
         if value is not None:
             return int(value)
     if default is None:
-        raise ConfigError(
-            f"the model config has none of {', '.join(names)}: pass CostWeights(...) instead",
-            setting=names[0],
-        )
+        problem = f"the model config has none of {', '.join(names)}: pass CostWeights(...) instead"
+        raise ConfigError(problem, setting=names[0])
     return default
 
 
@@ -177,16 +175,10 @@ def pack_costs(plan: PackPlan, costs: npt.ArrayLike) -> Floats:
 
 
 def media_masks(**counts: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-    """Return a :class:`~packhorse.types.MediaMask` for each sample or pack.
-
-    Args:
-        counts: how many media items of a kind each has: ``image=…, video=…, audio=…``.
-    """
+    """Return the :class:`~packhorse.types.MediaMask` of samples with this many media items of each kind."""
     if unknown := sorted(set(counts) - set(MEDIA_KINDS)):
-        raise ConfigError(
-            f"unknown kind of media {', '.join(unknown)}: expected {', '.join(MEDIA_KINDS)}",
-            setting=unknown[0],
-        )
+        problem = f"unknown kind of media {', '.join(unknown)}: expected {', '.join(MEDIA_KINDS)}"
+        raise ConfigError(problem, setting=unknown[0])
     columns = {MediaMask.of([kind]): np.asarray(counts[kind]) for kind in MEDIA_KINDS if kind in counts}
     masks = np.zeros(len(next(iter(columns.values()), ())), np.uint8)
     for mask, column in columns.items():
@@ -195,12 +187,7 @@ def media_masks(**counts: npt.ArrayLike) -> npt.NDArray[np.uint8]:
 
 
 def pack_media_masks(plan: PackPlan, **counts: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-    """Return the media mask of each pack.
-
-    Args:
-        plan: the packs.
-        counts: how many media items of a kind each sample has: ``image=…, video=…, audio=…``.
-    """
+    """Return the media mask of each pack; ``image=…, video=…, audio=…`` are the counts of each sample."""
     sums = {kind: plan.sums(np.asarray(values, np.int64)) for kind, values in counts.items()}
     return media_masks(**sums) if sums else np.zeros(len(plan), np.uint8)
 
@@ -208,9 +195,7 @@ def pack_media_masks(plan: PackPlan, **counts: npt.ArrayLike) -> npt.NDArray[np.
 def straggler_ratio(costs: npt.ArrayLike, steps: Integers) -> float:
     """Return max / mean of the costs over ranks, averaged over steps; 1.0 is perfectly even.
 
-    Args:
-        costs: of each pack.
-        steps: [steps, ranks], the pack of each rank.
+    ``costs`` are those of each pack; ``steps`` is [steps, ranks], the pack of each rank.
     """
     table = np.asarray(costs, np.float64)[steps]
     return float((table.max(axis=1) / table.mean(axis=1)).mean()) if table.size else 1.0

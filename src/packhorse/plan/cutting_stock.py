@@ -190,8 +190,10 @@ def _assign_classes(histogram: Histogram, capacity: int, grain: int, patterns: l
     """Assign the samples of each class to the packs of the patterns, and the rest by best fit."""
     lengths = np.repeat(histogram.lengths, histogram.counts)
     pack_of = np.full(len(lengths), -1, np.int64)
-    classes = -(-lengths // grain)
-    nexts = dict(zip(*_runs(classes), strict=True))
+    classes = histogram.round_up(grain)
+    ends = np.cumsum(classes.counts)
+    spans = zip((ends - classes.counts).tolist(), ends.tolist(), strict=True)
+    nexts = dict(zip(classes.lengths.tolist(), spans, strict=True))
     packs = 0
     for pattern in patterns:
         for length, each in pattern.each.items():
@@ -220,10 +222,3 @@ def _assign_rest(lengths: Integers, capacity: int, space: Integers) -> tuple[int
         if len(space) + other.packs < best[0]:
             best = len(space) + other.packs, len(space) + other.pack_of().astype(np.int64)
     return best
-
-
-def _runs(values: Integers) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the values of a sorted array, and where each begins and ends."""
-    starts = np.flatnonzero(np.diff(values, prepend=values[0] + 1))
-    ends = np.append(starts[1:], len(values))
-    return values[starts].tolist(), list(zip(starts.tolist(), ends.tolist(), strict=True))

@@ -85,14 +85,6 @@ def raw_samples(dataset: Rows) -> Any:
     return dataset if inner is None else raw_samples(inner)
 
 
-def ranks_sharing(dataset: Rows) -> int:
-    """Return how many ranks the rows of a meta file were split across; 1 if each has all, or if unknown."""
-    raw = raw_samples(dataset)
-    mixture = getattr(getattr(raw, "key", None), "mixture", raw)  # of a loaded list
-    sources = mixture.sources if isinstance(mixture, MetaDataset) else ()
-    return max((source.selection.world.size for source in sources), default=1)
-
-
 def key_of(dataset: Rows, index: int) -> str:
     """Return the key of a row in the ledger: that of the dataset (``coco/812``), else its index."""
     for wrapper in _wrappers(dataset):
@@ -140,11 +132,10 @@ def smallest_share(
     """
     sizes = {source.selection.world.size for source in dataset.sources}
     if sizes - {1, world.size}:
-        raise ConfigError(
-            f"the dataset is split across {sorted(sizes)} ranks: expected {world.size}, as in world={world}",
-            setting="world",
-            value=world.size,
+        problem = (
+            f"the dataset is split across {sorted(sizes)} ranks: expected {world.size}, as in world={world}"
         )
+        raise ConfigError(problem, setting="world", value=world.size)
     everything = [replace(source.selection, world=World(), remainder="keep") for source in dataset.sources]
     fits = np.ones(sum(map(len, everything)), np.bool_)
     if max_length is not None:
@@ -289,31 +280,16 @@ class LengthGroupedSampler(Sampler[int]):
         current = self.state_dict()
         for name in ("seed", "batch_size", "samples"):
             if state[name] != current[name]:
-                raise ConfigError(
-                    f"the state has {name}={state[name]}, this sampler {current[name]}",
-                    setting=name,
-                    value=state[name],
-                )
-        if not 0 <= state["position"] <= self._count:
-            raise ConfigError.of(
-                "position", state["position"], f"expected 0 to {self._count}, the number of samples"
-            )
-        self.epoch, self._start, self._position = state["epoch"], state["position"], state["position"]
+                problem = f"the state has {name}={state[name]}, this sampler {current[name]}"
+                raise ConfigError(problem, setting=name, value=state[name])
+        position = state["position"]
+        if not 0 <= position <= self._count:
+            raise ConfigError.of("position", position, f"expected 0 to {self._count}, the number of samples")
+        self.epoch, self._start, self._position = state["epoch"], position, position
 
-    @staticmethod
-    def _extract_image_config(processor: Processor | None) -> dict[str, int] | None:
-        """See :func:`packhorse.formats.estimate.image_config`."""
-        return image_config(processor)
-
-    @staticmethod
-    def _extract_video_config(processor: Processor | None) -> dict[str, Any] | None:
-        """See :func:`packhorse.formats.estimate.video_config`."""
-        return video_config(processor)
-
-    @staticmethod
-    def _get_raw_samples(dataset: Rows) -> Any:
-        """See :func:`raw_samples`."""
-        return raw_samples(dataset)
+    _extract_image_config = staticmethod(image_config)
+    _extract_video_config = staticmethod(video_config)
+    _get_raw_samples = staticmethod(raw_samples)
 
     def _compute_or_load_lengths(self, dataset: Rows) -> IntegerSequence:
         """Return the tokens of each row, from the best source."""
@@ -353,9 +329,8 @@ class LengthGroupedSampler(Sampler[int]):
         """Return the number of rows that every rank takes in an epoch."""
         if smallest is not None:
             if not 0 <= smallest <= count:
-                raise ConfigError.of(
-                    "smallest", smallest, f"this rank has {count} rows that are not too long"
-                )
+                detail = f"this rank has {count} rows that are not too long"
+                raise ConfigError.of("smallest", smallest, detail)
             return smallest
         if world is not None and world.size == 1:
             return count
@@ -365,33 +340,23 @@ class LengthGroupedSampler(Sampler[int]):
             return int(min(ranks.gather(count)))
         if world is None:
             return count
-        if self._counts is not None and self.max_length is not None:
-            raise ConfigError(
-                f"counts= and max_length with {world}: the number of rows that other ranks drop is unknown. "
-                "Initialise torch.distributed, or pass smallest=",
-                setting="max_length",
-                value=self.max_length,
-            )
         raw, agreed = raw_samples(self._dataset), None
-        if isinstance(raw, MetaDataset):
+        if isinstance(raw, MetaDataset) and (self._counts is None or self.max_length is None):
             agreed = smallest_share(raw, world, self.max_length, self._processor)
         elif self.max_length is None:
             return count  # the dataset has to have equal shards
         if agreed is None:
-            raise ConfigError(
-                f"max_length with {world}: the number of rows that other ranks drop is unknown. "
-                "Initialise torch.distributed, pass smallest=, or run `packhorse count` and sample from "
-                "open_meta_dataset(…)",
-                setting="max_length",
-                value=self.max_length,
+            raise ConfigError.of(
+                "max_length",
+                self.max_length,
+                f"with {world} the number of rows that other ranks drop is unknown. Initialise "
+                "torch.distributed, pass smallest=, or run `packhorse count` and sample from "
+                "open_meta_dataset(…) without counts=",
             )
         if agreed > count:
-            raise ConfigError(
-                f"by the files every rank has {agreed} rows, but this one has {count}: sample from "
-                "the rows of open_meta_dataset(…) themselves, or pass smallest=",
-                setting="dataset",
-                value=count,
-            )
+            problem = f"by the files every rank has {agreed} rows, but this one has {count}: sample from "
+            remedy = "the rows of open_meta_dataset(…) themselves, or pass smallest="
+            raise ConfigError(problem + remedy, setting="dataset", value=count)
         return agreed
 
     def _rows_of(self, epoch: int) -> Integers:
@@ -457,8 +422,11 @@ class LengthGroupedSampler(Sampler[int]):
 
     def _warn_of_accelerate(self) -> None:
         """Warn that Accelerate splits batches of a prepared DataLoader, even if rows are split already."""
-        state = sys.modules.get("accelerate.state")
-        if state is not None and state.is_initialized() and ranks_sharing(self._dataset) > 1:
+        state, raw = sys.modules.get("accelerate.state"), raw_samples(self._dataset)
+        mixture = getattr(getattr(raw, "key", None), "mixture", raw)  # of a loaded list
+        sources = mixture.sources if isinstance(mixture, MetaDataset) else ()
+        is_split = any(source.selection.world.size > 1 for source in sources)
+        if is_split and state is not None and state.is_initialized():
             logger.warning(
                 "the rows are this rank's share of a dataset: do not pass their DataLoader through "
                 "accelerator.prepare, which would give each rank a part of its own batches only; or open the "

@@ -155,12 +155,10 @@ def _given_lengths(
     else:
         lengths = np.asarray(counts)
     if lengths.shape != (rows,) or lengths.dtype.kind not in "iu":
-        raise ConfigError(
-            f"counts= is of shape {lengths.shape} and type {lengths.dtype}: expected one integer for "
-            f"each of the dataset's {rows} rows",
-            setting="counts",
-            value=lengths.shape,
+        problem = (
+            f"counts= is of shape {lengths.shape} and type {lengths.dtype}: expected one integer for each"
         )
+        raise ConfigError(f"{problem} of the {rows} rows", setting="counts", value=lengths.shape)
     if isinstance(counts, CountColumns):
         return Lengths.of(counts, source)
     no, zeros = np.zeros(rows, np.bool_), np.zeros(rows, np.int64)
@@ -307,11 +305,8 @@ def sample_lengths(
     processor = as_processor(getattr(dataset, "processor", None) if processor is None else processor)
     for what, rows in (("ds_raw", raw), ("counts", counts)):
         if rows is not None and len(rows) != len(dataset):
-            raise ConfigError(
-                f"{what} has {len(rows):,} rows for a dataset of {len(dataset):,} samples",
-                setting=what,
-                value=len(rows),
-            )
+            problem = f"{what} has {len(rows):,} rows for a dataset of {len(dataset):,} samples"
+            raise ConfigError(problem, setting=what, value=len(rows))
     configs = image_config(processor), video_config(processor)
     lengths = row_lengths(raw, processor, *configs, counts=counts, unwrap=False)
     if lengths.text_only.any() and (fake := _fake_image_tokens(dataset)):

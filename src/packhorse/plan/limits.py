@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heappop, heappush, heapreplace
+from operator import lt
 from typing import NamedTuple
 
 import numpy as np
@@ -154,11 +155,8 @@ class _Packs:
         self._by_space: dict[int, list[tuple[int, list[int]]]] = {}
 
     def put(self, pack: int, space: int, free: list[int]) -> None:
-        if space < self._least:
+        if space < self._least or any(map(lt, free, self._least_of_others)):
             return
-        for have, least in zip(free, self._least_of_others, strict=True):
-            if have < least:
-                return
         if space in self._by_space:
             self._by_space[space].append((pack, free))
         else:
@@ -179,15 +177,13 @@ class _Packs:
                 for position in range(len(stack) - 1, max(-1, len(stack) - 1 - looks), -1):
                     looks -= 1
                     pack, free = stack[position]
-                    for have, want in zip(free, wants, strict=True):
-                        if have < want:
-                            break
-                    else:
-                        stack[position] = stack[-1]
-                        stack.pop()
-                        if not stack:
-                            del self._by_space[space], spaces[index]
-                        return pack, space, free
+                    if any(map(lt, free, wants)):
+                        continue
+                    stack[position] = stack[-1]
+                    stack.pop()
+                    if not stack:
+                        del self._by_space[space], spaces[index]
+                    return pack, space, free
                 if looks <= 0:
                     break
         return None

@@ -18,6 +18,7 @@ from packhorse.count.columns import Distribution
 from packhorse.errors import ConfigError, list_some
 from packhorse.plan.cost_model import straggler_ratio
 from packhorse.plan.schedule import order_packs
+from packhorse.rows.index import file_error
 from packhorse.rows.row_files import gc_paused
 from packhorse.types import Flags, Floats, Integers, Reason
 from packhorse.utils.files import write_atomic
@@ -119,8 +120,7 @@ class PackPlan:
     def describe(self, world_sizes: Iterable[int] | None = None) -> str:
         """Return a few lines about fill, packs, samples per pack, drops and, if costs are known, stragglers.
 
-        Args:
-            world_sizes: of the straggler ratios; None for 8, 64 and 512.
+        Without ``world_sizes`` the straggler ratios are those of 8, 64 and 512 ranks.
         """
         samples, bad = np.diff(self.offsets), int((self.drop_codes == BAD_ROW).sum())
         counted = f"{len(self.indices):,} packed, " + (f"{bad:,} bad, " if bad else "")
@@ -154,13 +154,19 @@ class PackPlan:
                 f"plans of {self.samples:,} and {other.samples:,} samples: expected the same samples in both"
             )
         old, new = self.pack_of(), other.pack_of()
-        moved = (_companions(old) != _companions(new)) & (old >= 0) & (new >= 0)
+        packed = (old >= 0) & (new >= 0)
+        before, after = old[packed], new[packed]
+        _, pair, together = np.unique(before * len(other) + after, return_inverse=True, return_counts=True)
+        stayed = (together[pair] == np.diff(self.offsets)[before]) & (
+            together[pair] == np.diff(other.offsets)[after]
+        )
+        moved = len(stayed) - int(stayed.sum())
         newly, no_more = int(((old >= 0) & (new < 0)).sum()), int(((old < 0) & (new >= 0)).sum())
         lines = [
             f"packs      {len(self):,} -> {len(other):,} ({len(other) - len(self):+,})",
             f"capacity   {self.capacity:,} -> {other.capacity:,}",
             f"fill       {100 * self.fill:.3f} % -> {100 * other.fill:.3f} %",
-            f"moved      {int(moved.sum()):,} of {self.samples:,} samples have other companions",
+            f"moved      {moved:,} of {self.samples:,} samples have other companions",
             f"dropped    {len(self.dropped):,} -> {len(other.dropped):,}"
             f" ({newly:,} newly, {no_more:,} no more)",
         ]
@@ -294,18 +300,6 @@ def _straggler_line(plan: PackPlan, world_size: int) -> str:
     return f"straggler  {world_size:>4} ranks: {ratio:.4f} over {len(order.steps):,} steps{mixed}"
 
 
-def _companions(pack_of: Integers) -> npt.NDArray[np.uint64]:
-    """Return for each sample a digest of the samples in its pack."""
-    numbers = np.arange(1, len(pack_of) + 1, dtype=np.uint64)
-    mixed = numbers * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(29)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    totals = np.zeros(int(pack_of.max(initial=-1)) + 2, np.uint64)  # the last entry is for samples in no pack
-    np.add.at(totals, pack_of, mixed)
-    digests: npt.NDArray[np.uint64] = totals[pack_of]
-    return digests
-
-
 # The plan file.
 
 
@@ -326,9 +320,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]
             reader = pa.ipc.open_file(mapped)
             about = json.loads((reader.schema.metadata or {})[b"packhorse"])
             if (found := about["format"]) != _FORMAT:
-                raise ConfigError(
-                    f"{os.fspath(path)}: expected {_FORMAT}, found {found}; plan again", path=path
-                )
+                raise ValueError(f"expected {_FORMAT}, found {found}")
             batch = reader.get_batch(0)
             batch.validate(full=True)
             arrays = {name: _map_array(batch.column(name)[0].values) for name in batch.schema.names}
@@ -339,8 +331,6 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]
             raise ValueError("it does not say what it was planned from")
         if type(about["bound"]) is not int or about["bound"] < 0:
             raise ValueError("it does not say how few packs there could be")
-    except ConfigError:
-        raise
     except (
         *(pa.ArrowException, ValueError, LookupError, TypeError, AttributeError, OSError),
         RecursionError,  # JSON nested without end
@@ -421,6 +411,4 @@ def _check_key(path: str | os.PathLike[str], found: Mapping[str, Any], wanted: P
 
 
 def _damage_error(path: str | os.PathLike[str], why: str) -> ConfigError:
-    return ConfigError(
-        f"{os.fspath(path)} is not a complete plan ({why}): remove it and plan again", path=path
-    )
+    return file_error(path, f"is not a complete plan ({why}): remove it and plan again")

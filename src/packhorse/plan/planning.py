@@ -32,7 +32,6 @@ _LOWER_HALF = 0 if sys.byteorder == "little" else 1
 # Copying runs needs half the time of a second sort from this many samples on, if the runs are this long:
 # benchmarks/packing.py promises at most 5 times np.sort for ten million samples.
 _MANY, _LONG_RUN = 1 << 20, 24
-_PIECE = 1 << 14  # integers that stay in the processor's cache over several operations
 _LEAST_BITS = 16  # even two samples are shuffled with this many bits
 
 
@@ -77,11 +76,8 @@ def plan_packs(
         if not 0 < size <= _LARGEST:
             raise ConfigError.of(name, size, f"expected 1 to {_LARGEST:,}")
     if len(tokens) > _LARGEST:
-        raise ConfigError(
-            f"lengths: {len(tokens):,} samples, expected at most {_LARGEST:,}; plan parts of them",
-            setting="lengths",
-            value=len(tokens),
-        )
+        problem = f"lengths: {len(tokens):,} samples, expected at most {_LARGEST:,}; plan parts of them"
+        raise ConfigError(problem, setting="lengths", value=len(tokens))
     if limits and empty == "keep":
         raise ConfigError.of("empty", empty, "with limits the last pack could be over them; use empty='drop'")
     others = _resources(limits or {}, len(tokens))
@@ -176,25 +172,16 @@ def as_integers(values: npt.ArrayLike, what: str, expected: int | None = None) -
     array = np.asarray(values)
     if array.ndim == 1 and not len(array):
         array = array.astype(np.int64)
+    value: Any
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ConfigError(
-            f"{what}: expected a 1-d array of integers, found shape {array.shape} of {array.dtype}",
-            setting=what,
-            value=array.shape,
-        )
-    if expected is not None and len(array) != expected:
-        raise ConfigError(
-            f"{what}: expected one for each of the {expected:,} samples, found {len(array):,}",
-            setting=what,
-            value=len(array),
-        )
-    if len(array) and (smallest := array.min()) < 0:
-        raise ConfigError(
-            f"{what}: expected 0 or more, found {smallest} for sample {int(array.argmin())}",
-            setting=what,
-            value=int(smallest),
-        )
-    return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)
+        value, problem = array.shape, f"a 1-d array of integers, found shape {array.shape} of {array.dtype}"
+    elif expected is not None and len(array) != expected:
+        value, problem = len(array), f"one for each of the {expected:,} samples, found {len(array):,}"
+    elif len(array) and (value := int(array.min())) < 0:
+        problem = f"0 or more, found {value} for sample {int(array.argmin())}"
+    else:
+        return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)
+    raise ConfigError(f"{what}: expected {problem}", setting=what, value=value)
 
 
 def _resources(limits: Limits, samples: int) -> list[Resource]:
@@ -300,20 +287,14 @@ def longest_first(
         return radix_argsort(np.subtract(capacity, lengths, dtype=np.int64), capacity)
     bits = max(_LEAST_BITS, len(lengths).bit_length())
     shuffle = None if seed is None else Shuffle(bits, seed, epoch)
-    keys = np.empty(len(lengths), np.int64)
-    for start in range(0, len(keys), _PIECE):
-        piece = keys[start : start + _PIECE]
-        np.subtract(capacity, lengths[start : start + _PIECE], out=piece)
-        piece <<= 32
-        positions = np.arange(start, start + len(piece), dtype=np.int64)
-        piece |= positions if shuffle is None else shuffle.scramble(positions)
+    keys = np.subtract(capacity, lengths, dtype=np.int64)
+    keys <<= 32
+    positions = np.arange(len(keys), dtype=np.int64)
+    keys |= positions if shuffle is None else shuffle.scramble(positions)
     keys.sort()
     order: Positions = keys.view(np.int32)[_LOWER_HALF::2]  # no copy
     if shuffle is not None:
-        order = order.copy()
-        for start in range(0, len(order), _PIECE):
-            scrambled = order[start : start + _PIECE]
-            scrambled[:] = shuffle.restore(scrambled.astype(np.int64))
+        order = shuffle.restore(order.astype(np.int64)).astype(np.int32)
     if dataset_ids is not None:
         order = order[_spread_datasets(np.asarray(lengths)[order], dataset_ids[order], seed or 0, epoch)]
     return order

@@ -76,19 +76,12 @@ def order_packs(
     if tolerance <= 0:
         raise ConfigError.of("tolerance", tolerance, "expected more than 0")
     if len(cost) and not cost.min() > 0:
-        least = float(cost.min())
-        raise ConfigError(
-            f"pack {int(cost.argmin())} costs {least}: expected more than 0 for each",
-            setting="costs",
-            value=least,
-        )
+        pack = int(cost.argmin())
+        raise ConfigError.of("costs", float(cost[pack]), f"expected more than 0, also for pack {pack}")
     masks = np.zeros(len(cost), np.int64) if media_masks is None else np.asarray(media_masks, np.int64)
     if len(masks) != len(cost):
-        raise ConfigError(
-            f"media_masks: expected one for each of the {len(cost):,} packs, found {len(masks):,}",
-            setting="media_masks",
-            value=len(masks),
-        )
+        problem = f"media_masks: expected one for each of the {len(cost):,} packs, found {len(masks):,}"
+        raise ConfigError(problem, setting="media_masks", value=len(masks))
     draw = random_generator(seed, epoch)
     # Sort by bands of equal cost, which are shifted in each epoch, and randomly within a band.
     band = np.floor(np.log(cost) / np.log1p(tolerance) + draw.random()).astype(np.int64)
@@ -134,14 +127,7 @@ def _shuffle_steps(steps: Integers, dataset_ids: npt.ArrayLike | None, draw: np.
 def main_dataset(
     dataset_ids: npt.ArrayLike, lengths: npt.ArrayLike, pack_of: Integers, packs: int
 ) -> Integers:
-    """Return the dataset that most tokens of each pack are from.
-
-    Args:
-        dataset_ids: of each sample.
-        lengths: of each sample.
-        pack_of: the pack of each sample; -1 for none.
-        packs: number of packs.
-    """
+    """Return the dataset that most tokens of each pack are from; a sample in no pack has the pack -1."""
     names, numbers = np.unique(np.asarray(dataset_ids), return_inverse=True)
     inside = pack_of >= 0
     cells = pack_of[inside] * len(names) + numbers.reshape(-1)[inside]
@@ -313,11 +299,7 @@ class PackSchedule:
             order_seed = int.from_bytes(drawn, "little") if turn else seed
             table = schedule_packs(self.units, left, layout, order_seed, epoch, at_least if last else 0)
             if not 0 <= segment.steps <= len(table):
-                raise ConfigError(
-                    f"{segment}: this layout has {len(table):,} micro-steps",
-                    setting="steps",
-                    value=segment.steps,
-                )
+                raise ConfigError.of("steps", segment.steps, f"{layout} has {len(table):,} micro-steps")
             if last:
                 self.table = table
             rest = table[segment.steps :].reshape(-1)

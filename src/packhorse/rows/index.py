@@ -41,6 +41,11 @@ LineObserver = Callable[[memoryview, int, list[int]], None]
 """Called with each piece of a file while it is scanned: its bytes, its offset, the starts of lines in it."""
 
 
+def file_error(path: str | os.PathLike[str], problem: str) -> ConfigError:
+    """Return the error for a file that cannot be used."""
+    return ConfigError(f"{path}: {problem}", path=path)
+
+
 class EmptyLines:
     """Records whether any row follows a blank line; if none does, row ``i`` is line ``i + 1`` of its file."""
 
@@ -232,9 +237,7 @@ class _ArrayState:
             return
         if not head.startswith(b"["):
             hint = " (if it is one object per line, name it .jsonl)" if head.startswith(b"{") else ""
-            raise ConfigError(
-                f"{self.name}: expected a JSON array of rows, found {head[:20]!r}{hint}", path=self.name
-            )
+            raise file_error(self.name, f"expected a JSON array of rows, found {head[:20]!r}{hint}")
         self.opened = True
 
     def _check_closing(
@@ -248,20 +251,16 @@ class _ArrayState:
             self.closed_at = offset + int(marks[closing[0]])
             rest = int(marks[closing[0]]) + 1
         if data[rest:].tobytes().strip():
-            raise ConfigError(
-                f"{self.name}: text after the array's closing bracket (byte {self.closed_at})", path=self.name
-            )
+            raise file_error(self.name, f"text after the array's closing bracket (byte {self.closed_at})")
 
     def finish(self) -> Offsets:
         if not self.opened:
-            raise ConfigError(
-                f"{self.name}: expected a JSON array of rows, found an empty file", path=self.name
-            )
+            raise file_error(self.name, "expected a JSON array of rows, found an empty file")
         if self.closed_at < 0:
-            raise ConfigError(
-                f"{self.name}: the JSON array is not closed: the file is cut off, or a bracket or quote is "
-                f"missing in the element at byte {self.last_start} or before it",
-                path=self.name,
+            raise file_error(
+                self.name,
+                "the JSON array is not closed: the file is cut off, or a bracket or quote is missing in the "
+                f"element at byte {self.last_start} or before it",
             )
         return np.array([self.closed_at], np.int64)
 
@@ -280,9 +279,7 @@ def _read_into(fd: int, buffer: bytearray, offset: int, length: int, name: str) 
     while got < length:
         n = os.preadv(fd, [view[got:length]], offset + got)
         if n == 0:
-            raise ConfigError(
-                f"{name}: the file became shorter while it was being read (byte {offset + got})", path=name
-            )
+            raise file_error(name, f"the file became shorter while it was being read (byte {offset + got})")
         got += n
     return got
 
@@ -370,13 +367,12 @@ def open_index(
         return _scan(path, layout, fingerprint, observer), fingerprint
     targets = _index_paths(path, index_dir)
     index = _load_first(targets, layout, fingerprint)
-    if index is None and observer is not None:  # it reads the file anyway: do not wait for another process
-        index = _build_and_save(path, layout, fingerprint, targets, observer)
-    elif index is None:
-        with cache_lock(f"index {targets[0]}"):
+    if index is None:
+        # With an observer the file is read anyway: do not wait for another process.
+        with cache_lock(f"index {targets[0]}") if observer is None else contextlib.nullcontext():
             index = _load_first(targets, layout, fingerprint)  # of another process
             if index is None:
-                index = _build_and_save(path, layout, fingerprint, targets, None)
+                index = _build_and_save(path, layout, fingerprint, targets, observer)
     return index, fingerprint
 
 

@@ -18,7 +18,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import BadSample
+from packhorse.rows.index import file_error
 from packhorse.rows.row_files import Row, RowFile
 from packhorse.utils.files import Fingerprint, build_once, digest, is_machine_error, rebuild
 
@@ -57,13 +58,11 @@ class ParquetRows(RowFile):
         except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, OSError) as error:
             if is_machine_error(error):
                 raise
-            raise ConfigError(
-                f"{self.name}: not a readable Parquet file ({error})", path=self.name
-            ) from error
+            raise file_error(self.name, f"not a readable Parquet file ({error})") from error
 
     def _check_unchanged(self) -> None:
         if Fingerprint.of(self.path) != self._fingerprint:
-            raise ConfigError(f"{self.name}: the file has changed since it was opened", path=self.name)
+            raise file_error(self.name, "the file has changed since it was opened")
 
     @property
     def _cache_name(self) -> str:
@@ -107,11 +106,10 @@ class ParquetRows(RowFile):
             for batch in range(len(self._ends)):
                 self._read_batch(batch)
         except (pyarrow.ArrowException, ValueError, OSError) as again:
-            raise ConfigError(
-                f"{path}, the copy of {self.name}, is damaged right after it was written ({again}): check "
-                "the disk, or set PACKHORSE_CACHE to another folder",
-                path=path,
-            ) from again
+            problem = (
+                f"the copy of {self.name} is damaged right after it was written ({again}): check the disk"
+            )
+            raise file_error(path, f"{problem}, or set PACKHORSE_CACHE to another folder") from again
 
     def _read_batch(self, number: int) -> Any:
         """Return a valid batch; raise what Arrow raises if it is damaged."""

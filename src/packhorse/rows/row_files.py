@@ -23,7 +23,7 @@ from packhorse.ledger import Ledger, default_ledger
 from packhorse.media.failure import RemoteError
 from packhorse.media.remote import INVALID_PATH, RemoteFile, call_store, find_store
 from packhorse.media.source import is_address, local_path
-from packhorse.rows.index import Layout, LineObserver, Offsets, open_index
+from packhorse.rows.index import Layout, LineObserver, Offsets, file_error, open_index
 from packhorse.rows.selection import Remainder, RowSelection
 from packhorse.types import World, mask_secrets
 from packhorse.utils.files import Fingerprint, build_once, digest
@@ -85,11 +85,9 @@ class RowFile(ABC):
         try:
             return orjson.dumps(self[row])
         except (TypeError, BadSample) as error:
-            raise ConfigError(
-                f"{self.location(row)} cannot be written as JSON ({error}): copies are for rows with paths "
-                "of media, not with their bytes",
-                path=self.name,
-            ) from error
+            problem = f"{self.location(row)} cannot be written as JSON ({error})"
+            remedy = "copies are for rows with paths of media, not with their bytes"
+            raise ConfigError(f"{problem}: {remedy}", path=self.name) from error
 
     def _get_or_error(self, row: int) -> Row | BadSample:
         try:
@@ -235,9 +233,7 @@ class JsonRows(RowFile):
         while len(data) < stop - start:
             more = self._pread(stop - start - len(data), start + len(data))
             if not more:
-                raise ConfigError(
-                    f"{self.name}: the file is shorter than when it was opened; open it again", path=self.name
-                )
+                raise file_error(self.name, "the file is shorter than when it was opened; open it again")
             data += more
         return data
 
@@ -292,9 +288,7 @@ class JsonRows(RowFile):
         expected = self._fingerprint
         self._open()
         if self._fingerprint != expected:
-            raise ConfigError(
-                f"{self.name}: the file has changed since it was opened by another process", path=self.name
-            )
+            raise file_error(self.name, "the file has changed since it was opened by another process")
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # modules may be gone before it
         if (fd := self.__dict__.get("_fd")) is not None:
@@ -333,9 +327,7 @@ def open_rows(address: str, index_dir: str | None = None, observer: LineObserver
     """
     path, address = local_file(address), mask_secrets(address)
     if os.path.isdir(path):
-        raise ConfigError(
-            f"{address} is a folder, expected a file of rows: name its files, a dataset each", path=address
-        )
+        raise file_error(address, "is a folder, expected a file of rows: name its files, a dataset each")
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{address}: no such file")
     if path.endswith(".parquet"):
@@ -408,7 +400,7 @@ def _name_errors(address: str) -> Iterator[None]:
         if error.missing and not str(error):
             raise FileNotFoundError(f"{name}: no such file") from None
         if error.missing:
-            raise ConfigError(f"{name} is no address that can be read ({error})", path=name) from None
+            raise file_error(name, f"is no address that can be read ({error})") from None
         raise ConnectionError(f"{name} cannot be fetched ({error}); nothing is kept, try again") from None
     except OSError as error:
         reason = str(error) or type(error).__name__
@@ -428,25 +420,13 @@ def _decompress(path: str) -> Iterator[bytes]:
             while piece := packed.read(_PIECE):
                 yield piece
         except (EOFError, zlib.error, OSError) as error:
-            raise ConfigError(
-                f"{path}: cannot be unpacked ({error}); is the file cut off?", path=path
-            ) from error
+            raise file_error(path, f"cannot be unpacked ({error}); is the file cut off?") from error
 
 
 # Garbage collection.
 
 _gc_lock = threading.Lock()
 _gc_holders = 0
-
-
-def _move_to_oldest_generation() -> None:
-    """Spare the next collection a walk over millions of new objects; a full collection still sees them.
-
-    Does nothing if the caller has frozen objects: they would be unfrozen.
-    """
-    if hasattr(gc, "freeze") and gc.get_freeze_count() == 0:
-        gc.freeze()
-        gc.unfreeze()
 
 
 def _new_gc_lock() -> None:
@@ -479,7 +459,11 @@ def gc_paused() -> Iterator[None]:
             with _gc_lock:
                 _gc_holders -= 1
                 if not _gc_holders:
-                    _move_to_oldest_generation()
+                    # Move the new objects to the oldest generation: spares the next collection a walk over
+                    # millions of them. Not if the caller has frozen objects, which would be unfrozen.
+                    if gc.get_freeze_count() == 0:
+                        gc.freeze()
+                        gc.unfreeze()
                     gc.enable()
 
 

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -105,14 +105,9 @@ class RowSelection:
         size = min(self.total, max(1, size)) if self.ratio < 1 else size - self._copied
         object.__setattr__(self, "_drawn", _draw(self.total, size))
 
-    def __getstate__(self) -> tuple[int, float, World, Remainder]:
-        return self.total, self.ratio, self.world, self.remainder
-
-    def __setstate__(self, state: tuple[int, float, World, Remainder]) -> None:
+    def __reduce__(self) -> tuple[Any, ...]:
         # The draw is repeated, or loaded from the cache: it is not pickled.
-        for name, value in zip(("total", "ratio", "world", "remainder"), state, strict=True):
-            object.__setattr__(self, name, value)
-        self.__post_init__()
+        return RowSelection, (self.total, self.ratio, self.world, self.remainder)
 
     @property
     def _copied(self) -> int:

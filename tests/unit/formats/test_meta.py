@@ -384,7 +384,7 @@ def test_a_name_that_is_unknown_has_a_suggestion(tmp_path: Path) -> None:
         make_meta_dataset(meta, ["x"])
     with raises_config("dataset_names", ["cocoa"], match=r"cocoa \(did you mean 'coco'\?\)"):
         make_meta_dataset(meta, ["cocoa"])
-    with raises_config("dataset_names", ["coco"], match="coco twice"):
+    with raises_config("dataset_names", ["coco"], match="named twice"):
         make_meta_dataset(meta, ["coco", "coco"])
     mistyped = {"a": {"filename": "a.jsonl", "mediadir": "b"}}
     words = r"filename \(did you mean 'file_name'\?\), mediadir \(did you mean 'media_dir'\?\); known are"
