@@ -194,7 +194,7 @@ TRIMS_TEXT = frozenset({"gemma3", "gemma4"})
 
 
 def _tools() -> str:
-    """ChatML with tools in the system turn, tool calls after an answer's text, results in a user turn."""
+    """ChatML with tools in front, reasoning before and tool calls after an answer, results in a user turn."""
     content = _content(
         image="<|vision_start|><|image_pad|><|vision_end|>",
         video="<|vision_start|><|video_pad|><|vision_end|>",
@@ -218,7 +218,14 @@ def _tools() -> str:
     result = (
         _write("<|im_start|>user\n<tool_response>\n") + content + _write("\n</tool_response><|im_end|>\n")
     )
-    turn = _write("<|im_start|>") + "{{ message['role'] }}" + _write("\n") + content + calls
+    reasoning = (
+        "{% if message.get('reasoning_content') %}"
+        + _write("<think>")
+        + "{{ message['reasoning_content'] }}"
+        + _write("</think>\n")
+        + "{% endif %}"
+    )
+    turn = _write("<|im_start|>") + "{{ message['role'] }}" + _write("\n") + reasoning + content + calls
     return _each_message(
         "{% if message['role'] == 'tool' %}"
         + result

@@ -119,7 +119,7 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
         hints = ", ".join(f"{name}{suggest(name, map(str, meta))}" for name in unknown)
         some = list_some(sorted(map(str, meta)), _SHOWN_NAMES)
         raise ConfigError(
-            f"{path} has no dataset {hints} of dataset_names; it has {some}",
+            f"{path}: dataset_names: no dataset {hints}; it has {some}",
             setting="dataset_names",
             value=unknown,
         )

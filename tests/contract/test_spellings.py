@@ -1,0 +1,438 @@
+"""The same conversations in the spellings of people's datasets: the same ids, labels, weights and media.
+
+Ten conversations are written in every spelling, read through ``packhorse``'s own way (files, Parquet, lists,
+Hugging Face datasets), encoded and counted. What they must be comes from the processor itself: its
+``apply_chat_template`` and call on the canonical messages, and incremental rendering for the labels.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from contract.chat_templates import TOOLS
+from contract.processors import build
+from contract.test_tools import bare, expected_spans
+from packhorse.chat import IGNORE_INDEX
+from packhorse.count.token_counter import TokenCounter
+from packhorse.families import Encoder
+from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.in_memory import open_examples
+from packhorse.formats.meta import open_meta_dataset
+from packhorse.ledger import Ledger
+from packhorse.media import load_image, load_video
+from row_files import write_json, write_jsonl, write_parquet
+
+Row = dict[str, Any]
+LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
+TOOLS_OF_ROW = [{"type": "function", "function": LOOK}]
+CALL = {"name": "look", "arguments": {"at": "cat"}}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn: texts, and names of files in the order of the text."""
+
+    role: str
+    parts: tuple[str, ...]  # texts and files
+    calls: bool = False
+    thought: str = ""
+    trained: bool = True
+
+
+def user(*parts: str) -> Turn:
+    return Turn("user", parts)
+
+
+def answer(text: str, **options: Any) -> Turn:
+    return Turn("assistant", (text,), **options)
+
+
+TALKS: dict[str, tuple[Turn, ...]] = {
+    "text": (user("Who?"), answer("Me.")),
+    "system": (Turn("system", ("Be brief.",)), user("Who?"), answer("Me.")),
+    "several turns": (user("Who?"), answer("Me."), user("And now?"), answer("Still me.")),
+    "an image": (user("wide.png", "What is it?"), answer("Noise.")),
+    "two images": (user("wide.png", "pixel.png", "Which is larger?"), answer("The first.")),
+    "an image between texts": (user("Look:", "wide.png", "What is it?"), answer("Noise.")),
+    "images in two turns": (
+        user("wide.png", "This?"),
+        answer("Noise."),
+        user("tall.png", "That?"),
+        answer("Too."),
+    ),
+    "a video": (user("video.mp4", "What moves?"), answer("Nothing.")),
+    "reasoning": (user("1 + 1?"), answer("Two.", thought="Add them.")),
+    "tools": (user("wide.png", "Look."), answer("", calls=True), Turn("tool", ("fur",)), answer("A cat.")),
+    "an answer that is not trained": (
+        user("Who?"),
+        answer("You.", trained=False),
+        user("Who?"),
+        answer("Me."),
+    ),
+}
+
+
+def is_file(part: str) -> bool:
+    return part.endswith((".png", ".mp4"))
+
+
+def kind_of(part: str) -> str:
+    return "video" if part.endswith(".mp4") else "image"
+
+
+# --- how parts are written ------------------------------------------------------------------------------------
+
+Content = Callable[[Turn, Path], Any]
+
+
+def marked(turn: Turn, folder: Path) -> str:
+    return "".join(f"<{kind_of(part)}>" if is_file(part) else part for part in turn.parts)
+
+
+def typed(source: Callable[[str, Path], Row]) -> Content:
+    def content(turn: Turn, folder: Path) -> list[Row]:
+        return [source(p, folder) if is_file(p) else {"type": "text", "text": p} for p in turn.parts]
+
+    return content
+
+
+def image_or_path(image: Callable[[str, Path], Row]) -> Callable[[str, Path], Row]:
+    """Videos always as paths."""
+    return lambda part, folder: (
+        image(part, folder) if kind_of(part) == "image" else {"type": "video", "video": str(folder / part)}
+    )
+
+
+def encoded(part: str, folder: Path) -> str:
+    return base64.b64encode((folder / part).read_bytes()).decode()
+
+
+CONTENTS: dict[str, Content] = {
+    "markers": marked,
+    "bare parts": typed(lambda part, folder: {"type": kind_of(part)}),
+    "image": typed(lambda part, folder: {"type": kind_of(part), kind_of(part): part}),
+    "path": typed(lambda part, folder: {"type": kind_of(part), "path": part}),
+    "url": typed(lambda part, folder: {"type": kind_of(part), "url": f"file://{folder / part}"}),
+    "no type": typed(lambda part, folder: {kind_of(part): part}),
+    "base64": typed(image_or_path(lambda p, folder: {"type": "image", "base64": encoded(p, folder)})),
+    "data URI": typed(
+        image_or_path(
+            lambda p, folder: {"type": "image", "image": f"data:image/png;base64,{encoded(p, folder)}"}
+        )
+    ),
+    "image_url": typed(
+        lambda p, folder: {"type": f"{kind_of(p)}_url", f"{kind_of(p)}_url": {"url": f"file://{folder / p}"}}
+    ),
+    "image_url with data": typed(
+        image_or_path(
+            lambda p, folder: {
+                "type": "image_url",
+                "image_url": {"url": f"data:image/png;base64,{encoded(p, folder)}"},
+            }
+        )
+    ),
+}
+NEED_COLUMNS = ("markers", "bare parts")
+
+
+# --- how turns are written ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a dataset names turns."""
+
+    role: str = "role"
+    content: str = "content"
+    roles: tuple[tuple[str, str], ...] = ()
+    call_role: str = ""  # of a turn that only calls a tool; otherwise tool_calls
+    untrained: tuple[str, Any] = ("loss", False)
+    thought: str = "field"
+
+    def turns(self, talk: tuple[Turn, ...], content: Content, folder: Path) -> list[Row]:
+        rows = []
+        for turn in talk:
+            role, value, more = (
+                dict(self.roles).get(turn.role, turn.role),
+                content(turn, folder),
+                dict[str, Any](),
+            )
+            if turn.calls and self.call_role:
+                role, value = self.call_role, json.dumps(CALL)
+            elif turn.calls:
+                more["tool_calls"] = [{"type": "function", "function": CALL}]
+            if turn.thought and self.thought == "field":
+                more["reasoning_content"] = turn.thought
+            elif turn.thought:
+                value = content(Turn(turn.role, (f"<think>{turn.thought}</think>\n{turn.parts[0]}",)), folder)
+            if not turn.trained:
+                more[self.untrained[0]] = self.untrained[1]
+            rows.append({self.role: role, self.content: value, **more})
+        return rows
+
+
+OPENAI = Names()
+SHAREGPT = Names(
+    "from",
+    "value",
+    (("user", "human"), ("assistant", "gpt"), ("tool", "observation")),
+    "function_call",
+    ("train", False),
+    "text",
+)
+MS_SWIFT = Names(
+    roles=(("tool", "tool_response"),), call_role="tool_call", untrained=("weight", 0), thought="text"
+)
+
+
+def media_columns(talk: tuple[Turn, ...], form: Callable[[str], Any] = str) -> Row:
+    files = [part for turn in talk for part in turn.parts if is_file(part)]
+    return {
+        f"{kind}s": [form(part) for part in files if kind_of(part) == kind]
+        for kind in ("image", "video")
+        if any(kind_of(part) == kind for part in files)
+    }
+
+
+def of_messages(column: str, names: Names, content: str, tools: Callable[[Any], Any] = json.dumps) -> Any:
+    def row(talk: tuple[Turn, ...], folder: Path) -> Row:
+        turns = names.turns(talk, CONTENTS[content], folder)
+        more = {"tools": tools(TOOLS_OF_ROW)} if any(turn.calls for turn in talk) else {}
+        return {column: turns, **more, **(media_columns(talk) if content in NEED_COLUMNS else {})}
+
+    return row
+
+
+def simple(talk: tuple[Turn, ...]) -> tuple[str, tuple[Turn, ...]] | None:
+    """The system prompt and the other turns of a conversation of plain questions and answers."""
+    system = talk[0].parts[0] if talk[0].role == "system" else ""
+    rest = talk[1:] if system else talk
+    plain = all(t.role in ("user", "assistant") and not t.calls and t.trained for t in rest)
+    return (system, rest) if plain else None
+
+
+def text_of(turn: Turn) -> str:
+    thought = f"<think>{turn.thought}</think>\n" if turn.thought else ""
+    return thought + marked(turn, Path())
+
+
+def of_columns(
+    prompt: str, response: str, history: bool = False, system: str = "system", split: bool = False
+) -> Any:
+    def row(talk: tuple[Turn, ...], folder: Path) -> Row | None:
+        found = simple(talk)
+        if found is None or (len(found[1]) > 2 and not history):
+            return None
+        texts = [text_of(turn) for turn in found[1]]
+        result = {prompt: texts[-2], response: texts[-1], **media_columns(talk)}
+        if history:
+            result["history"] = [list(pair) for pair in zip(texts[:-2:2], texts[1:-2:2], strict=True)]
+        if split:
+            result["input"] = ""
+        return result | ({system: found[0]} if found[0] else {})
+
+    return row
+
+
+def of_message_lists(content: str) -> Any:
+    def row(talk: tuple[Turn, ...], folder: Path) -> Row:
+        turns = OPENAI.turns(talk, CONTENTS[content], folder)
+        more = {"tools": TOOLS_OF_ROW} if any(turn.calls for turn in talk) else {}
+        columns = media_columns(talk) if content in NEED_COLUMNS else {}
+        return {"prompt": turns[:-1], "completion": turns[-1:], **more, **columns}
+
+    return row
+
+
+def as_text(talk: tuple[Turn, ...], folder: Path) -> Row:
+    row: Row = of_messages("messages", OPENAI, "markers")(talk, folder)
+    return {**row, "messages": json.dumps(row["messages"])}
+
+
+def with_system_column(talk: tuple[Turn, ...], folder: Path) -> Row:
+    rest = talk[1:] if talk[0].role == "system" else talk
+    row: Row = of_messages("conversations", SHAREGPT, "markers")(rest, folder)
+    return {**row, "system": talk[0].parts[0]} if rest is not talk else row
+
+
+def with_dicts_of_media(talk: tuple[Turn, ...], folder: Path) -> Row:
+    row: Row = of_messages("messages", MS_SWIFT, "markers")(talk, folder)
+    return row | media_columns(talk, lambda part: {"path": part, "bytes": None})
+
+
+def with_bytes(talk: tuple[Turn, ...], folder: Path) -> Row:
+    row: Row = of_messages("messages", OPENAI, "bare parts")(talk, folder)
+    images = [{"bytes": (folder / part).read_bytes()} for part in media_columns(talk).get("images", [])]
+    return row | ({"images": images} if images else {})
+
+
+SPELLINGS: dict[str, Callable[[tuple[Turn, ...], Path], Row | None]] = {
+    **{f"messages, {content}": of_messages("messages", OPENAI, content) for content in CONTENTS},
+    **{
+        f"conversations, {content}": of_messages("conversations", OPENAI, content, list)
+        for content in CONTENTS
+    },
+    "ShareGPT": of_messages("conversations", SHAREGPT, "markers"),
+    "ShareGPT with parts": of_messages("conversations", SHAREGPT, "image"),
+    "ShareGPT with a system column": with_system_column,
+    "ms-swift messages": of_messages("messages", MS_SWIFT, "markers"),
+    "ms-swift messages, media as dicts": with_dicts_of_media,
+    "messages as JSON text": as_text,
+    "images as bytes": with_bytes,
+    "prompt and completion": of_columns("prompt", "completion"),
+    "prompt and completion of messages": of_message_lists("bare parts"),
+    "prompt and completion of messages with markers": of_message_lists("markers"),
+    "Alpaca": of_columns("instruction", "output", history=True, split=True),
+    "Alpaca without input": of_columns("instruction", "output"),
+    "ms-swift": of_columns("query", "response", history=True),
+    "prompt and response": of_columns("prompt", "response", system="system_prompt"),
+    "question and answer": of_columns("question", "answer"),
+}
+
+
+def read_list(rows: list[Row], folder: Path) -> Any:
+    return open_examples(rows, in_folder(folder), Ledger())
+
+
+def in_folder(folder: Path) -> Any:
+    from packhorse.formats.row_format import RowFormat
+
+    return RowFormat(media_dir=str(folder))
+
+
+def read_dataset(rows: list[Row], folder: Path) -> Any:
+    import datasets
+
+    return open_examples(datasets.Dataset.from_list(rows), in_folder(folder), Ledger())
+
+
+def read_file(write: Callable[[Path, list[Row]], str]) -> Any:
+    def read(rows: list[Row], folder: Path) -> Any:
+        return open_meta_dataset(write(folder, rows))
+
+    return read
+
+
+READERS: dict[str, Callable[[list[Row], Path], Any]] = {
+    "list": read_list,
+    "jsonl": read_file(write_jsonl),
+    "json": read_file(write_json),
+    "parquet": read_file(write_parquet),
+    "dataset": read_dataset,
+}
+
+
+# --- what they must be ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the processor itself makes of a conversation, and the labels of incremental rendering."""
+
+    ids: list[int]
+    labels: list[int]
+    media: dict[str, torch.Tensor]
+
+
+@cache
+def processor() -> Any:
+    made = build("qwen3_vl")
+    made.chat_template = TOOLS
+    return made
+
+
+@cache
+def expected(name: str, folder: Path) -> Expected:
+    made, talk = processor(), TALKS[name]
+    turns, images, videos = list[Row](), [], []
+    for turn in talk:
+        parts: list[Row] = []
+        for part in turn.parts:
+            parts.append({"type": kind_of(part)} if is_file(part) else {"type": "text", "text": part})
+            if is_file(part) and kind_of(part) == "image":
+                images.append(load_image(folder / part))
+            elif is_file(part):
+                videos.append(load_video(folder / part, sampling=Encoder(made).video_sampling))
+        if turn.thought:
+            parts[0]["text"] = f"<think>{turn.thought}</think>\n{parts[0]['text']}"
+        calls = {"tool_calls": [{"type": "function", "function": CALL}]} if turn.calls else {}
+        turns.append({"role": turn.role, "content": parts, **calls})
+    tools = TOOLS_OF_ROW if any(turn.calls for turn in talk) else None
+    text, spans = expected_spans(made, bare(turns), tools)
+    trained = [turn.trained for turn in talk if turn.role == "assistant"]
+    media: dict[str, Any] = {"images": [images]} if images else {}
+    if videos:
+        media["videos"] = [[video.frames for video in videos]]
+        media["videos_kwargs"] = {
+            "video_metadata": [video.metadata.as_dict() for video in videos],
+            "do_sample_frames": False,
+            "input_data_format": "channels_last",
+        }
+    output = made(text=[text], text_kwargs={"add_special_tokens": False}, return_tensors="pt", **media)
+    ids = output.pop("input_ids")[0].tolist()
+    kept = [span for span, is_trained in zip(spans, trained, strict=True) if is_trained]
+    read = made.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    labels = [
+        token
+        for token, (start, _) in zip(read["input_ids"], read["offset_mapping"], strict=True)
+        if any(first <= start < last for first, last in kept)
+    ]
+    tensors = {
+        key: value for key, value in output.items() if key not in ("attention_mask", "mm_token_type_ids")
+    }
+    return Expected(ids, labels, tensors)
+
+
+def test_there_are_thirty_spellings_of_ten_conversations() -> None:
+    assert len(SPELLINGS) >= 30
+    assert len(TALKS) >= 10
+
+
+ON_DISK = {"jsonl": 3, "json": 5, "parquet": 2, "dataset": 3}  # every n-th spelling; the list has all
+
+
+def pairs() -> list[tuple[str, str]]:
+    chosen = [(spelling, "list") for spelling in SPELLINGS]
+    for reader, step in ON_DISK.items():
+        chosen += [(spelling, reader) for spelling in list(SPELLINGS)[::step]]
+    return chosen
+
+
+@pytest.mark.parametrize(("spelling", "reader"), pairs())
+def test_a_conversation_is_the_same_in_every_spelling(
+    spelling: str, reader: str, files: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = files["wide.png"].parent
+    encoder, counter = Encoder(processor()), TokenCounter(Encoder(processor()))
+    rows = {name: SPELLINGS[spelling](talk, folder) for name, talk in TALKS.items()}
+    written = {name: row for name, row in rows.items() if row is not None}
+    for path in folder.iterdir():  # next to the data file, where relative paths are looked up
+        (tmp_path / path.name).symlink_to(path)
+    if reader == "dataset":  # one table cannot hold turns of text and turns of parts
+        examples = [READERS[reader]([row], tmp_path)[0] for row in written.values()]
+    else:
+        examples = list(READERS[reader](list(written.values()), tmp_path))
+    assert len(examples) == len(written) >= 6
+    for name, example in zip(written, examples, strict=True):
+        conversation = parse_conversation(example, name)
+        sample = encoder.label_sample(encoder.encode(conversation), name)
+        want = expected(name, folder)
+        assert sample.tokens["input_ids"].tolist() == want.ids, name
+        assert sample.labels is not None
+        labels = sample.labels.tolist()
+        assert [label for label in labels if label != IGNORE_INDEX] == want.labels, name
+        assert sample.loss_weights is None
+        assert sample.media.keys() == want.media.keys(), name
+        for key, value in want.media.items():
+            assert torch.equal(sample.media[key], value), (name, key)
+        counted = counter.count(conversation).count
+        assert (counted.total, counted.supervised) == (len(want.ids), len(want.labels)), name
