@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from packhorse.cli import terminal
+from packhorse.errors import ConfigError
 from packhorse.utils.progress import Progress
 
 if TYPE_CHECKING:
@@ -62,7 +63,6 @@ def check(
     """
     with terminal.one_line_errors("check", "nothing was written", verbose):
         from packhorse.count.engines import make_engine
-        from packhorse.errors import ConfigError
         from packhorse.tools.check import check_meta, check_target, write_fixed
 
         if drop_duplicates and fix is None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from packhorse.cli import terminal
-from packhorse.utils.progress import OnProgress, Progress
+from packhorse.errors import ConfigError, data_errors, require
+from packhorse.utils.progress import OnProgress, Progress, bars_are_wanted
 
 if TYPE_CHECKING:
-    from packhorse.errors import ConfigError
     from packhorse.tools.parity import ParityReport
 
 _BACKENDS = ("sdpa", "eager", "varlen")
@@ -64,7 +64,6 @@ def parity(
     is given with --attn-implementation.
     """
     with terminal.one_line_errors("parity", "nothing was written", verbose):
-        from packhorse.errors import ConfigError
         from packhorse.families.models import open_processor
         from packhorse.integrations.attention import check_attention
 
@@ -103,7 +102,6 @@ def _compare(
     model: Any, processor: Any, chosen: Chosen, requested: Sequence[str] | None, rows: int
 ) -> tuple[list[ParityReport], list[tuple[str, ConfigError]]]:
     """Return the reports and the unavailable backends; raise if a requested one or all are unavailable."""
-    from packhorse.errors import ConfigError
     from packhorse.tools.parity import check_parity
 
     reports: list[ParityReport] = []
@@ -147,7 +145,6 @@ def choose_samples(
     Raises ``ConfigError`` if fewer than two rows can be encoded.
     """
     from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-    from packhorse.errors import ConfigError, data_errors
     from packhorse.formats.meta import open_meta_dataset
     from packhorse.ledger import Ledger
 
@@ -182,8 +179,6 @@ def check_dtype(dtype: str, device: str) -> Any:
     """Return the floating-point dtype of that name; raise if it or the device is not available."""
     import torch
 
-    from packhorse.errors import ConfigError
-
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ConfigError.of("dtype", dtype, "expected float32, bfloat16 or float16")
@@ -202,9 +197,7 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
     """
     import torch
 
-    from packhorse.errors import ConfigError, require
     from packhorse.families.models import check_name, check_packable, model_classes, open_config
-    from packhorse.utils.progress import bars_are_wanted
 
     transformers: Any = require("transformers", "train")
     kind = check_dtype(dtype, device)

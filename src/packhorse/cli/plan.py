@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from packhorse.cli import terminal
+from packhorse.errors import ConfigError
 from packhorse.types import MEDIA_KINDS
 
 _WIDTH = 100  # if stdout is not a terminal
@@ -38,19 +39,8 @@ EXAMPLES = terminal.examples(
 )
 
 
-class Placeholder(str, Enum):
-    """Whether packs reserve tokens for a placeholder media item."""
-
-    auto = "auto"
-    never = "never"
-
-
-class OnOverlong(str, Enum):
-    """What to do with samples that are longer than a pack."""
-
-    drop = "drop"
-    truncate = "truncate"
-    raise_ = "raise"
+Placeholder = Enum("Placeholder", {"auto": "auto", "never": "never"}, type=str)
+OnOverlong = Enum("OnOverlong", {"drop": "drop", "truncate": "truncate", "raise": "raise"}, type=str)
 
 
 def plan(
@@ -97,8 +87,8 @@ def plan(
     padded batches or TRL's packing would take. Media are not decoded; packhorse check finds damaged ones.
     """
     with terminal.one_line_errors("plan", "no plan was written (finished counts are kept)", verbose):
-        from packhorse.errors import ConfigError
         from packhorse.loader.config import LoaderConfig
+        from packhorse.media.source import is_address
         from packhorse.tools.view.plan_report import plan_report, sizes_report
         from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 
@@ -110,7 +100,12 @@ def plan(
                 setting="pack_size",
                 value=sizes,
             )
-        target = out if out is not None else default_target(meta) if len(sizes) == 1 else None
+        target = out
+        if out is None and len(sizes) == 1:
+            if is_address(meta):
+                problem = "is not a local file: give a path for the plan with --out"
+                raise ConfigError(f"{meta} {problem}", path=meta)
+            target = Path(meta).with_suffix(".phplan")
         if target is not None:
             check_target(target)  # before the long work
         world_sizes = numbers_in("ranks", ranks or ())
@@ -144,20 +139,8 @@ def plan(
         _print(report, target, world_sizes)
 
 
-def default_target(meta: str) -> Path:
-    """Return the path of a plan without ``--out``: next to the meta file, which must be a local file."""
-    from packhorse.errors import ConfigError
-    from packhorse.media.source import is_address
-
-    if is_address(meta):
-        raise ConfigError(f"{meta} is not a local file: give a path for the plan with --out", path=meta)
-    return Path(meta).with_suffix(".phplan")
-
-
 def check_target(target: Path) -> None:
     """Raise if a plan cannot be written there."""
-    from packhorse.errors import ConfigError
-
     if target.is_dir():
         raise ConfigError(f"{target} is a folder: name a file with --out", path=target)
     parent = target.absolute().parent
@@ -171,8 +154,6 @@ def check_target(target: Path) -> None:
 
 def numbers_in(setting: str, given: Sequence[str]) -> tuple[int, ...]:
     """Return the numbers of ``--ranks 24 --ranks 48,96``, sorted and without duplicates."""
-    from packhorse.errors import ConfigError
-
     words = [word.strip() for value in given for word in value.split(",")]
     if wrong := [word for word in words if not word.isascii() or not word.isdigit() or int(word) < 1]:
         raise ConfigError.of(setting, wrong[0], f"expected integers above 0, e.g. {setting}=24,48")

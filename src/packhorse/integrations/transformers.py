@@ -311,14 +311,13 @@ def _state_file(loader: Loader) -> str:
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        state: dict[str, Any] = json.loads(path.read_text())
+        return dict(json.loads(path.read_text()))
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path.parent} has no {path.name}: expected a checkpoint of TrainFromLoader. "
             "To start with its weights and the first epoch, load the model from it and call train()",
             path=path,
         ) from error
-    return state
 
 
 __all__ = ["LOADER_STATE", "TrainFromLoader", "honours_shift_labels", "prepare"]

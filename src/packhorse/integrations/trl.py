@@ -1,7 +1,4 @@
-"""A loader in TRL's SFTTrainer.
-
-Importing this imports TRL.
-"""
+"""A loader in TRL's SFTTrainer; importing this imports TRL."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from noise_floor import largest_difference, noise_floor, relative_difference
 from packhorse.collate.masks import document_block_mask, find_segments
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.pipelining import (
+    PipelineInputs,
     VlmPipeline,
     _add_rows,
     even_rows,
@@ -102,7 +103,7 @@ def test_where_documents_begin_can_be_split_and_put_together_again() -> None:
 
 @pytest.mark.parametrize("places", [[0, 4, 8, 12], [0, 6], [0, 6, 13], [1, 6, 12]])
 def test_documents_that_cross_rows_cannot_be_split(places: list[int]) -> None:
-    with raises_config("cu_seq_lens_q"):
+    with raises_config("cu_seq_lens_q", places):
         segment_starts(torch.tensor(places, dtype=torch.int32), 2, 6)
 
 
@@ -136,8 +137,9 @@ def test_rows_are_added_on_the_device_of_the_batch() -> None:
         ids = torch.zeros(3, 6, dtype=torch.int64, device="cuda:0")
         mask = torch.zeros(3, 1, 6, 6, dtype=torch.bool, device="cuda:0")
         rows = even_rows(3, 2)
-        made = _add_rows(ids, ids, {"attention_mask": mask}, {"attention_mask": 0}, rows, CONFIG)
-    for tensor in (*made[:2], made[2]["attention_mask"]):
+        inputs = PipelineInputs(ids, ids, {"attention_mask": mask}, {"attention_mask": 0}, 0)
+        made = _add_rows(inputs, rows, CONFIG)
+    for tensor in (made.ids, made.labels, made.kwargs["attention_mask"]):
         assert tensor.device.type == "cuda"
         assert len(tensor) == 4
 
@@ -145,12 +147,12 @@ def test_rows_are_added_on_the_device_of_the_batch() -> None:
 @pytest.mark.parametrize(
     ("key", "tensor", "shape", "match"),
     [
-        ("labels", torch.zeros(2, 5), (2, 5), r"'input_ids' of shape \(2, 6\)"),
+        ("labels", torch.zeros(2, 5), (2, 5), r"input_ids, \(2, 6\)"),
         ("pixel_values", torch.rand(4, 3), None, "which stages do not take"),
         ("seq_lens", torch.ones(2, 3), None, "which stages do not take"),
         ("attention_mask", torch.ones(1, 6), (1, 6), "cannot be split"),
         ("position_ids", torch.ones(3, 1, 6), (3, 1, 6), "2 rows along axis 1"),
-        ("attention_mask", {"full_attention": 1}, (), r"\(dict\) cannot be split"),
+        ("attention_mask", {"full_attention": 1}, (), "a dict .* cannot be split"),
         ("labels", None, None, "no 'labels'"),
     ],
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -37,7 +36,8 @@ def check_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Violation
     """
     drops: list[Drop] = []
     try:
-        example = convert_row(row, _lenient(config.rules), key=key, dataset=config.name, record=drops.append)
+        rules = replace(config.rules, strict=False, confine=False)  # records every problem, raises at none
+        example = convert_row(row, rules, key=key, dataset=config.name, record=drops.append)
         conversation = parse_conversation(example, key)
     except BadSample as error:
         return [violation(error.reason if error.reason in RULES else "wrong_format", error.detail)], None
@@ -49,12 +49,15 @@ def check_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Violation
     return [*violations, *_check_texts(conversation)], conversation
 
 
+<<<<<<< HEAD
 @lru_cache(maxsize=64)
 def _lenient(rules: RowFormat) -> RowFormat:
     """Return rules that record every problem instead of raising at the first."""
     return replace(rules, strict=False, confine=False)
 
 
+=======
+>>>>>>> h4
 def _check_order(messages: Sequence[Message]) -> Iterator[Violation]:
     roles = [message.role for message in messages]
     late = next((number for number, role in enumerate(roles) if number and role == "system"), None)
