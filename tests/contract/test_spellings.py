@@ -90,7 +90,7 @@ def kind_of(part: str) -> str:
     return "video" if part.endswith(".mp4") else "image"
 
 
-# --- how parts are written ------------------------------------------------------------------------------------
+# --- how parts are written ---
 
 Content = Callable[[Turn, Path], Any]
 
@@ -145,7 +145,7 @@ CONTENTS: dict[str, Content] = {
 NEED_COLUMNS = ("markers", "bare parts")
 
 
-# --- how turns are written ------------------------------------------------------------------------------------
+# --- how turns are written ---
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ READERS: dict[str, Callable[[list[Row], Path], Any]] = {
 }
 
 
-# --- what they must be ----------------------------------------------------------------------------------------
+# --- what they must be ---
 
 
 @dataclass(frozen=True)

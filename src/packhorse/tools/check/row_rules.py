@@ -49,15 +49,6 @@ def check_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Violation
     return [*violations, *_check_texts(conversation)], conversation
 
 
-<<<<<<< HEAD
-@lru_cache(maxsize=64)
-def _lenient(rules: RowFormat) -> RowFormat:
-    """Return rules that record every problem instead of raising at the first."""
-    return replace(rules, strict=False, confine=False)
-
-
-=======
->>>>>>> h4
 def _check_order(messages: Sequence[Message]) -> Iterator[Violation]:
     roles = [message.role for message in messages]
     late = next((number for number, role in enumerate(roles) if number and role == "system"), None)
