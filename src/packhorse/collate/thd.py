@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from packhorse.collate.finish import add_counts, add_shift_labels
+from packhorse.collate.finish import add_counts, finish_labels
 from packhorse.collate.packed import Pack, PackedRows, neat_packed_vlm_collater, read_packs
 from packhorse.collate.packed_dataset import NeatPackConfig
 
@@ -53,7 +53,7 @@ def packed_sequence_thd_vlm_collater(
     made["seq_lens_padded"] = _to_tensor(segments.padded, seq_lens_padding_value)
     made["qkv_format"] = "thd"
     made |= rows.media(pixel_dtype, media_layout)
-    return add_counts(add_shift_labels(made), [pack.num_items for pack in rows.packs])
+    return add_counts(finish_labels(made), [pack.num_items for pack in rows.packs])
 
 
 def packed_collater(

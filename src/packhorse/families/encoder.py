@@ -34,6 +34,7 @@ from packhorse.chat import (
     ChatProcessor,
     Processor,
     RepeatedTokenTokenizer,
+    Span,
     TokenizedText,
     answer_spans,
     chat_templates,
@@ -831,9 +832,7 @@ class Encoder(ChatProcessor):
         weights = None
         if any(weight != 1 for _, weight in answers):
             weights = torch.ones(ids.shape, dtype=torch.float32)
-        by_weight = groupby(answers, itemgetter(1)) if weights is not None else [(1.0, answers)]
-        for weight, group in by_weight:
-            spans = [(answer.start, answer.end) for answer, _ in group]
+        for weight, spans in spans_by_weight(answers):
             for start, end in supervised_tokens(
                 self, encoded.text, spans, listed, self.media_token_ids, encoded.read
             ):
@@ -848,12 +847,13 @@ class Encoder(ChatProcessor):
             labels, weights = self._labels_and_weights(encoded)
         except CannotAlign as error:
             raise BadSample(str(error), key=key, stage="encode") from error
-        tokens = {"labels": labels, **encoded.tokens}  # a hook may have made labels and positions
+        # A hook may have made labels, loss weights and positions.
+        tokens: dict[str, Any] = {"labels": labels, "loss_weights": weights, **encoded.tokens}
         counts = Counter(kind for kind, _ in encoded.sizes)
         return Sample(
             labels=tokens.pop("labels"),
             position_ids=tokens.pop("position_ids", None),
-            loss_weights=weights,
+            loss_weights=tokens.pop("loss_weights"),
             tokens=tokens,
             media=encoded.media,
             num_items={kind: counts[kind] for kind in MEDIA_KINDS},
@@ -907,6 +907,12 @@ class Encoder(ChatProcessor):
                     setting=key,
                     value=shape,
                 )
+
+
+def spans_by_weight(answers: Sequence[tuple[Answer, float]]) -> Iterator[tuple[float, list[Span]]]:
+    """Yield the spans of consecutive answers with the same weight, and that weight."""
+    for weight, group in groupby(answers, itemgetter(1)):
+        yield weight, [(answer.start, answer.end) for answer, _ in group]
 
 
 def _dropped_length(answer: str, written: str) -> int:
