@@ -148,6 +148,8 @@ class EpochStats:
             epoch.
         remarks: samples that were delivered with a ledger entry (cut, nothing supervised), by reason.
         unknown: why ``delivered`` is None, and what to do; empty if it is known.
+        supervised: supervised tokens of the planned examples, as they were counted.
+        supervised_weight: the sum of their loss weights.
     """
 
     epoch: int
@@ -158,6 +160,8 @@ class EpochStats:
     reasons: dict[str, int] = field(default_factory=dict)
     remarks: dict[str, int] = field(default_factory=dict)
     unknown: str = ""
+    supervised: int = 0
+    supervised_weight: float = 0.0
 
     @property
     def dropped(self) -> int:
@@ -172,6 +176,9 @@ class EpochStats:
         lost = f", {self.lost:,} failed{known}" if self.lost else ""
         lines = [f"epoch {self.epoch}: {self.rows:,} rows, {self.planned:,} in the plan{delivered}{lost}"]
         lines += [f"  {reason}: {count:,} of {self.rows:,}" for reason, count in self.reasons.items()]
+        if self.supervised_weight != self.supervised:
+            weight, tokens = f"{self.supervised_weight:,.1f}", f"{self.supervised:,}"
+            lines.append(f"  loss weights sum to {weight} over {tokens} supervised tokens")
         if self.remarks:
             lines.append(f"  delivered with a remark: {_format_reasons(self.remarks)}")
         return "\n".join(lines)
@@ -206,6 +213,8 @@ def reconcile(
         reasons,
         remarks,
         unknown,
+        sum(part.supervised for part in stats) if shard_data else own.supervised,
+        sum(part.supervised_weight for part in stats) if shard_data else own.supervised_weight,
     )
     if summed.delivered is not None and summed.delivered + summed.lost != summed.planned:
         raise PackhorseError(
