@@ -389,8 +389,8 @@ class TokenCounter:
         supervised, total = 0, 0.0
         for factor, spans in spans_by_weight(answers):
             labels = label_tokens(encoder, text, spans, ids, content)
-            learned = sum(label != IGNORE_INDEX for label in labels)
-            supervised, total = supervised + learned, total + factor * learned
+            number = sum(label != IGNORE_INDEX for label in labels)
+            supervised, total = supervised + number, total + factor * number
         number = sum(token in content for token in ids) + omitted
         expected = sum(item.tokens for item in media)
         if self.family.exact and number != expected:

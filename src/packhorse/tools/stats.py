@@ -272,7 +272,7 @@ def _merge(name: str, file: str, parts: Sequence[DatasetStats], longest: int = _
     for part in parts:
         bad.update(part.bad)
         media.update(part.media)
-    weights = [part.supervised_weight for part in parts]
+    weights = [part.supervised_weight for part in parts if part.supervised_weight is not None]
     rows = [row for part in parts for row in part.longest]
     rows.sort(key=lambda row: (-row.tokens, row.key.rpartition("/")[0], row.row))
     return DatasetStats(
@@ -284,7 +284,7 @@ def _merge(name: str, file: str, parts: Sequence[DatasetStats], longest: int = _
         dict(media),
         {spread: Distribution.merge(part.spreads[spread] for part in parts) for spread in SPREADS},
         tuple(rows[:longest]),
-        None if None in weights else float(sum(weights)),
+        float(sum(weights)) if len(weights) == len(parts) else None,
     )
 
 

@@ -73,14 +73,14 @@ def make_loader(model: Any, rows: Any = None, **settings: Any) -> packhorse.Load
     )
 
 
-def padded(model: Any, rows: Any, **settings: Any) -> packhorse.Loader:
+def load_padded(model: Any, rows: Any, **settings: Any) -> packhorse.Loader:
     return make_loader(model, rows, mode="pad", pack_size=1024, gradient_accumulation_steps=1, **settings)
 
 
 def masks_of_answers(model: Any, answer: int) -> dict[str, torch.Tensor]:
     """Which labels of each row are those of one answer: of rows in which nothing else is trained."""
     train = [{"train": number == answer} for number in range(2)]
-    loader = padded(model, [row(n, *train) for n in range(ROWS)])
+    loader = load_padded(model, [row(n, *train) for n in range(ROWS)])
     return {batch.info.keys[0]: batch["labels"][0] != -100 for batch in loader}
 
 
@@ -88,7 +88,7 @@ def hand_written(model: Any, order: int = 1, ignored: bool = False) -> torch.Ten
     """The gradient of the weighted mean, each row alone, weights by the masks of its answers."""
     masks = [masks_of_answers(model, answer) for answer in range(2)]
     total, sums = 0.0, []
-    batches = list(padded(model, [row(n, {}, {}) for n in range(ROWS)]))
+    batches = list(load_padded(model, [row(n, {}, {}) for n in range(ROWS)]))
     for batch in batches[::order]:
         (key,) = batch.info.keys
         factors = weights_of(int(key.rpartition("/")[2]))
@@ -107,7 +107,7 @@ def gradients(model: Any) -> torch.Tensor:
     return torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.grad is not None])
 
 
-def accumulated(model: Any, loader: Iterable[Batch]) -> torch.Tensor:
+def epoch_gradient(model: Any, loader: Iterable[Batch]) -> torch.Tensor:
     """The gradient of a whole epoch as one step."""
     batches = list(loader)
     tokens = count_supervised(batches)
@@ -125,12 +125,12 @@ def test_packed_padded_and_single_rows_have_the_gradient_of_the_weighted_mean(pa
     control = relative_difference(hand_written(model, ignored=True), expected)
     loaders = {
         "packed": make_loader(model),
-        "padded": padded(model, weighted_rows(), batch_size=4),
-        "single": padded(model, weighted_rows()),
+        "padded": load_padded(model, weighted_rows(), batch_size=4),
+        "single": load_padded(model, weighted_rows()),
     }
     assert any(len(documents) > 1 for batch in make_loader(model) for documents in batch.info.document_keys)
     for name, loader in loaders.items():
-        difference = relative_difference(accumulated(model, loader), expected)
+        difference = relative_difference(epoch_gradient(model, loader), expected)
         parity.check(name, difference, floor, control)
 
 
