@@ -287,6 +287,16 @@ def pad_token_id(processor: Processor) -> int:
     return int(pad)
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int | None:
+    """Return the id of a token; None if the tokenizer has no such token."""
+    convert = getattr(tokenizer, "convert_tokens_to_ids", None)
+    if convert is None:
+        return None
+    number = convert(token)
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    return None if not isinstance(number, int) or number == unknown else number
+
+
 def token_ids(encoded: Any) -> list[int]:
     """Return the ids in what a tokenizer returned for one text."""
     ids = encoded["input_ids"] if isinstance(encoded, Mapping) or hasattr(encoded, "keys") else encoded
@@ -675,14 +685,19 @@ def _extend_to_stop(text: str, span: Span, stop: str) -> Span:
 
 
 def label_tokens(
-    chat: ChatProcessor, text: str, spans: Sequence[Span], ids: Sequence[int], media_ids: frozenset[int]
+    chat: ChatProcessor,
+    text: str,
+    spans: Sequence[Span],
+    ids: Sequence[int],
+    media_ids: frozenset[int],
+    read: TokenizedText | None = None,
 ) -> list[int]:
     """Labels for ``ids``: the id itself inside the spans, :data:`IGNORE_INDEX` elsewhere.
 
     Arguments and errors are those of :func:`supervised_tokens`.
     """
     labels = [IGNORE_INDEX] * len(ids)
-    for start, end in supervised_tokens(chat, text, spans, ids, media_ids):
+    for start, end in supervised_tokens(chat, text, spans, ids, media_ids, read):
         labels[start:end] = ids[start:end]
     return labels
 

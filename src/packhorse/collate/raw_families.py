@@ -17,6 +17,7 @@ from packhorse.chat import (
     content_text,
     is_transformers,
     pad_token_id,
+    token_id,
     token_keys,
     tokenizer_of,
 )
@@ -32,7 +33,7 @@ from packhorse.collate.raw_batched import (
 )
 from packhorse.collate.raw_default import default_collate_fn, llava_onevision_collate_fn, qwen2_5_collate_fn
 from packhorse.collate.raw_examples import Example, collate_encoded, read_examples
-from packhorse.collate.raw_labels import find_all, token_id
+from packhorse.collate.raw_labels import find_all
 from packhorse.collate.raw_qwen_omni import qwen3_omni_collate_fn
 from packhorse.encode.robust import SampleBatch
 from packhorse.errors import ConfigError

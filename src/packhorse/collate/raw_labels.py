@@ -23,6 +23,7 @@ from packhorse.chat import (
     answer_spans,
     content_text,
     label_tokens,
+    token_id,
 )
 from packhorse.collate.finish import Records, logger
 from packhorse.errors import ConfigError
@@ -175,16 +176,6 @@ def _get_assistant_marker(tokenizer: Tokenizer) -> list[int] | None:
 def _get_stop_token_id(tokenizer: Tokenizer) -> int | None:
     """Return the id of ``<|im_end|>``; None if the tokenizer has no such token."""
     return token_id(tokenizer, _IM_END)
-
-
-def token_id(tokenizer: Tokenizer, token: str) -> int | None:
-    """Return the id of a token; None if the tokenizer has no such token."""
-    convert = getattr(tokenizer, "convert_tokens_to_ids", None)
-    if convert is None:
-        return None
-    number = convert(token)
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    return None if not isinstance(number, int) or number == unknown else number
 
 
 def _markers(encoder: Encoder) -> tuple[list[int], int]:

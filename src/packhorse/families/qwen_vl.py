@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from packhorse.errors import ConfigError
 from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import Pieces, frame_times
+from packhorse.families.media_sizes import Pieces, frame_pieces, frame_times
 from packhorse.families.models import ModelConfig, resolve_model, weightless_model
 from packhorse.media import VideoInfo
 from packhorse.media.images import image_tokens, resize_image, resize_video
@@ -73,7 +73,7 @@ class Qwen2VL(Family):
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """The grid multiplied out: a token is a square of ``merge_size`` patches a side."""
-        return patches_of(encoder, kind, self.media_tokens(encoder, kind, size))
+        return int(self.media_tokens(encoder, kind, size) * encoder.vision(kind).merge_size ** 2)
 
 
 class Qwen3VL(Qwen2VL):
@@ -92,10 +92,7 @@ class Qwen3VL(Qwen2VL):
         start, end = processor.vision_start_token, processor.vision_end_token
         times = middle_times(size, processor.video_processor.temporal_patch_size)
         tokens = self.media_tokens(encoder, kind, size) // len(times)
-        written: list[tuple[str, int]] = []
-        for seconds in times:
-            written += ((f"<{seconds:.1f} seconds>{start}", 1), (pad, tokens), (end, 1))
-        return written
+        return frame_pieces((f"<{seconds:.1f} seconds>{start}" for seconds in times), (pad, tokens), end)
 
 
 def video_tokens(
@@ -122,14 +119,6 @@ def video_tokens(
             high = max(min(high, share), int(low * 1.05))
         height, width = resize_image(info.height, info.width, factor, low, high)
     return int(math.ceil(frames / patch) * height * width // factor**2)
-
-
-def patches_of(encoder: Encoder, kind: MediaKind, tokens: int) -> int:
-    """Patches of content tokens; audio has none."""
-    if kind == "audio":
-        return 0
-    owner = encoder.processor.image_processor if kind == "image" else encoder.processor.video_processor
-    return int(tokens * owner.merge_size**2)
 
 
 def middle_times(info: VideoInfo, patch: int) -> list[float]:
