@@ -299,7 +299,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int | None:
 
 def token_ids(encoded: Any) -> list[int]:
     """Return the ids in what a tokenizer returned for one text."""
-    ids = encoded["input_ids"] if isinstance(encoded, Mapping) or hasattr(encoded, "keys") else encoded
+    ids = encoded["input_ids"] if hasattr(encoded, "keys") else encoded
     return list(ids[0]) if len(ids) and isinstance(ids[0], list | tuple) else list(ids)
 
 

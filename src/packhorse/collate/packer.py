@@ -321,7 +321,11 @@ class Packer:
             columns = (row.get(key, torch.zeros_like(row["input_ids"])) for row in rows)
             fill = fill_value(key, self.padding_idx)
             joined[key] = torch.cat(
-                [pad_last(column, width, fill) for column, width in zip(columns, padded, strict=True)], dim=-1
+                [
+                    F.pad(column, (0, width - column.shape[-1]), value=fill)
+                    for column, width in zip(columns, padded, strict=True)
+                ],
+                dim=-1,
             )
         items = [{kind: sample.num_items.get(kind, 0) for kind in MEDIA_KINDS} for sample in samples]
         media = {
@@ -373,12 +377,6 @@ def _document(sample: Sample, number: int) -> dict[str, torch.Tensor]:
 def fill_value(key: str, padding_idx: int) -> int:
     """Return the padding value of a tensor per token."""
     return {"input_ids": padding_idx, "labels": IGNORE_INDEX}.get(key, 0)
-
-
-def pad_last(tensor: torch.Tensor, width: int, fill: float, side: str = "right") -> torch.Tensor:
-    """Pad the last axis to ``width``."""
-    missing = width - tensor.shape[-1]
-    return F.pad(tensor, (missing, 0) if side == "left" else (0, missing), value=fill) if missing else tensor
 
 
 def stack_tokens(

@@ -99,12 +99,13 @@ def collate_encoded(
     if max_length is not None and drop_longer:
         samples = drop_overlong(samples, list(map(len, samples)), max_length, records)
     elif max_length is not None:
-        fits = MediaFit(encoder.media_token_ids, max_length)
+
+        def fits(sample: Sample) -> bool:
+            return can_be_cut(sample.tokens["input_ids"], encoder.media_token_ids, max_length)
+
         for index, (example, sample) in enumerate(zip(read, samples, strict=True)):
             if len(sample) > max_length:
-                kept, shorter = keep_fitting_media(
-                    example, sample, encode, lambda encoded: fits(encoded.tokens["input_ids"])
-                )
+                kept, shorter = keep_fitting_media(example, sample, encode, fits)
                 record_truncation(example, kept, len(sample), max_length, records)
                 samples[index] = shorter.cut(slice(max_length))
     return pad_labelled(samples, encoder, records, max_length, pixel_dtype=pixel_dtype, side=side)
@@ -130,20 +131,13 @@ def pad_labelled(
 # --- truncation -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class MediaFit:
-    """Whether ids [S] can be cut to ``max_length`` without cutting inside or before a media item."""
-
-    media_ids: frozenset[int]
-    max_length: int
-
-    def __call__(self, ids: torch.Tensor) -> bool:
-        """Return whether they can be cut."""
-        if len(ids) <= self.max_length:
-            return True
-        media = torch.isin(ids, torch.tensor(sorted(self.media_ids), dtype=ids.dtype)).nonzero()
-        # The label shift cuts one token more.
-        return not len(media) or int(media[-1]) < self.max_length - 1
+def can_be_cut(ids: torch.Tensor, media_ids: frozenset[int], max_length: int) -> bool:
+    """Return whether ids [S] can be cut to ``max_length`` without cutting inside or before a media item."""
+    if len(ids) <= max_length:
+        return True
+    # The label shift cuts one token more.
+    cut = ids[max_length - 1 :]
+    return not bool(torch.isin(cut, torch.tensor(sorted(media_ids), dtype=ids.dtype)).any())
 
 
 def keep_fitting_media(

@@ -204,7 +204,7 @@ def _label_between_markers(
     starts = find_all(ids, marker)
     typed_stops: list[int | None] = []  # by marker: stop tokens typed in its answer; None if it is typed
     for turn in conversation:
-        typed = _tokens_or_nothing(_extract_assistant_text(turn), encoder)
+        typed = tokens_or_nothing(_extract_assistant_text(turn), encoder)
         if turn.get("role") == "assistant":
             typed_stops.append(typed.count(stop))
         typed_stops.extend([None] * len(find_all(typed, marker)))
@@ -254,7 +254,7 @@ def _search_answers(
         if start >= 0 and _find_pattern_indices(ids, ids[start:end], start + 1)[0] >= 0:
             # It occurs more than once: search after the questions.
             for question in questions:
-                pattern = _tokens_or_nothing(question.strip(), encoder)
+                pattern = tokens_or_nothing(question.strip(), encoder)
                 after = _find_pattern_indices(ids, pattern, position, allow_first_token_mismatch=True)[1]
                 position = max(position, after)
             start, end = _find_answer(ids, text, position, encoder.tokenizer)
@@ -334,7 +334,7 @@ def _decode_single_token(tokenizer: Any, token_id: int) -> str:
     return str(token_id)
 
 
-def _tokens_or_nothing(text: str, encoder: Encoder) -> list[int]:
+def tokens_or_nothing(text: str, encoder: Encoder) -> list[int]:
     """Tokenize a text; return nothing if a stub cannot take it."""
     try:
         return text_ids(encoder.tokenizer, text) if text else []
