@@ -279,11 +279,9 @@ def pad_token_id(processor: Processor) -> int:
     tokenizer = tokenizer_of(processor)
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None:
-        raise ConfigError(
-            f"{type(tokenizer).__name__} has no pad token, so short rows cannot be padded: set "
-            "tokenizer.pad_token (to tokenizer.eos_token, say)",
-            setting="tokenizer.pad_token",
-        )
+        remedy = "set tokenizer.pad_token (to tokenizer.eos_token, say), with which short rows are padded"
+        what = f"{type(tokenizer).__name__} has no pad token: {remedy}"
+        raise ConfigError(what, setting="tokenizer.pad_token")
     return int(pad)
 
 
@@ -476,8 +474,7 @@ def shift_tokens(batch: Mapping[str, Any], media: Container[str] = ()) -> dict[s
     for key in token_keys(batch, media):
         shape = tuple(batch[key].shape)
         if shape[-1] != length or len(shape) > (3 if key == "position_ids" else 2):
-            what = f"'{key}' is {shape}, expected one entry for each of {length} labels"
-            raise ConfigError(what, setting=key, value=shape)
+            raise ConfigError.of(key, shape, f"expected one entry for each of {length} labels")
         shifted[key] = batch[key][..., 1:] if key in ("labels", "loss_weights") else batch[key][..., :-1]
     return shifted
 

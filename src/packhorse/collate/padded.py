@@ -162,8 +162,7 @@ def _one_row_each(key: str, tensors: Sequence[torch.Tensor | None]) -> list[torc
     like = next(tensor for tensor in tensors if tensor is not None)
     wrong = [tuple(t.shape) for t in tensors if t is not None and (t.dim() == 0 or len(t) != 1)]
     if wrong:
-        what = f"'{key}' of a sample has shape {wrong[0]}, expected one entry along axis 0"
-        raise ConfigError(what, setting=key, value=wrong[0])
+        raise ConfigError.of(key, wrong[0], "expected one entry along axis 0 for each sample")
     return [torch.zeros_like(like) if tensor is None else tensor for tensor in tensors]
 
 

@@ -58,11 +58,10 @@ def read_examples(
     check_present(examples)
     for index, example in enumerate(examples):
         if "input_ids" in example and "conversation" not in example:
-            raise ConfigError(
-                f"sample {index} of the batch has input_ids and no conversation: these samples are already "
-                "encoded, use pad_collate_fn",
-                setting="conversation",
+            what = (
+                f"sample {index} of the batch has no conversation: it is already encoded, use pad_collate_fn"
             )
+            raise ConfigError(what, setting="conversation")
     encoder.check_template()
     read = []
     for example, key in zip(examples, keys_of(examples), strict=True):

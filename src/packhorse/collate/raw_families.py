@@ -113,11 +113,7 @@ def _inject_thinking_prefix_tokens(batch: Mapping[str, Any], tokenizer: Tokenize
         return dict(batch)
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None and len(set(map(len, insertions))) > 1:
-        raise ConfigError(
-            "the tokenizer has no pad token, and rows with more answers become longer: set "
-            "tokenizer.pad_token",
-            setting="tokenizer.pad_token",
-        )
+        pad_token_id(tokenizer)  # raises: rows with more answers become longer
     spans = [visible_span(row) for row in batch.get("attention_mask", torch.ones_like(ids))]
     keys = [
         key

@@ -113,11 +113,8 @@ def _rows(
     input_ids_batch: torch.Tensor, conversations: Sequence[Turns]
 ) -> Iterator[tuple[int, list[int], Turns]]:
     if len(input_ids_batch) != len(conversations):
-        raise ConfigError(
-            f"{len(input_ids_batch)} rows of ids for {len(conversations)} conversations",
-            setting="conversations",
-            value=len(conversations),
-        )
+        expected = f"expected as many as rows of ids ({len(input_ids_batch)})"
+        raise ConfigError.of("conversations", len(conversations), expected)
     for row, turns in enumerate(conversations):
         yield row, input_ids_batch[row].tolist(), turns
 

@@ -94,11 +94,8 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         """Encode one sample; BadSample if it cannot be encoded, or is too long."""
         key, example = self.read(idx)
         if example is None:
-            raise ConfigError(
-                f"the dataset returns None for sample {idx}: pass the dataset itself, not a "
-                "RobustDatasetWrapper around it; PreTokenizedDatasetWrapper has its own on_bad",
-                setting="dataset",
-            )
+            what = f"the dataset returns None for sample {idx}: pass it without a RobustDatasetWrapper, as "
+            raise ConfigError(f"{what}PreTokenizedDatasetWrapper has its own on_bad", setting="dataset")
         return self.encode(example, key)
 
     def encode(self, example: Mapping[str, Any], key: str) -> Sample:
@@ -217,17 +214,12 @@ def run_hook(hook: Hook, result: dict[str, Any], processor: Processor) -> Mappin
     except BadSample:
         raise
     except DATA_ERRORS as error:  # a mistake in the hook cannot be distinguished from a bad sample
-        raise ConfigError(
-            f"the post_tokenize_hook failed: {type(error).__name__}: {error} (it may raise "
-            "packhorse.errors.BadSample to reject a sample)",
-            setting="post_tokenize_hook",
-        ) from error
+        what = (
+            f"post_tokenize_hook failed: {type(error).__name__}: {error} (raise BadSample to reject a sample)"
+        )
+        raise ConfigError(what, setting="post_tokenize_hook") from error
     if not isinstance(changed, Mapping) or "input_ids" not in changed:
         name = type(changed).__name__
-        raise ConfigError(
-            f"the post_tokenize_hook returned a {name} without input_ids: expected the tensors that it was "
-            "given, changed or not",
-            setting="post_tokenize_hook",
-            value=name,
-        )
+        what = f"post_tokenize_hook returned a {name} without input_ids: expected the tensors it was given"
+        raise ConfigError(what, setting="post_tokenize_hook", value=name)
     return changed

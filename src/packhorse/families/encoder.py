@@ -826,12 +826,8 @@ def _describe(processor: Any) -> Mapping[str, Any]:
         if hasattr(part, "to_dict") or hasattr(part, "__dict__")
     }
     if parts and not settings:
-        name = type(processor).__name__
-        raise ConfigError(
-            f"the processor, a {name}, has no to_dict with its settings, so counts cannot be saved",
-            setting="processor",
-            value=name,
-        )
+        why = "it has no to_dict with its settings, so counts cannot be saved"
+        raise ConfigError.of("processor", type(processor).__name__, why)
     return settings
 
 

@@ -29,32 +29,16 @@ from packhorse.families.generic import Generic
 from packhorse.types import MEDIA_KINDS
 
 # Values for required parameters that the caller does not set.
+_MEDIA = ("images", "videos", "audio", "audios", "medias")
 _NEUTRAL: dict[str, Any] = {
-    "add_generation_prompt": False,
-    "add_special_tokens": False,
-    "audio": None,
-    "audios": None,
-    "images": None,
-    "max_length": None,
-    "medias": None,
-    "padding": True,
-    "return_dict": True,
+    **dict.fromkeys((*_MEDIA, "max_length")),
+    **dict.fromkeys(("add_generation_prompt", "add_special_tokens", "tokenize", "truncation"), False),
+    **dict.fromkeys(("padding", "return_dict"), True),
     "return_tensors": "pt",
-    "tokenize": False,
-    "truncation": False,
-    "videos": None,
 }
-_NEVER_OMITTED = frozenset({"text", "images", "videos", "audio", "audios", "medias"})
+_NEVER_OMITTED = frozenset({"text", *_MEDIA})
 
-STUB_ERRORS = (
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+STUB_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a stub raises for a call that it was not written for."""
 
 
@@ -141,8 +125,7 @@ def render(encoder: Encoder, turns: Turns) -> str:
         return encoder.render(turns)
     name, method = type(encoder.processor).__name__, getattr(encoder.processor, "apply_chat_template", None)
     if method is None:
-        what = f"the processor, a {name}, has no apply_chat_template"
-        raise ConfigError(what, setting="processor", value=name)
+        raise ConfigError.of("processor", name, "it has no apply_chat_template")
     text = call(method, list(turns), tokenize=False, add_generation_prompt=False)
     if isinstance(text, list | tuple) and len(text) == 1:
         text = text[0]  # some take one conversation for a batch of one

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from packhorse.families.encoder import Encoder, LoadedMedia
-from packhorse.families.qwen_vl import VISION, Qwen2VL, image_geometry, video_tokens
+from packhorse.families.qwen_vl import VISION, Qwen2VL, video_tokens
 from packhorse.media import VideoFrames
-from packhorse.media.images import image_tokens
 from packhorse.types import MediaKind, MediaLayout, MediaRef, TensorLayout
 
 # The processor's call uses these whatever its video processor says.
@@ -39,7 +38,7 @@ class Qwen3Omni(Qwen2VL):
         """Audio is subsampled eightfold in chunks of a second, each rounded up."""
         processor = encoder.processor
         if kind == "image":
-            return image_tokens(size, *image_geometry(processor.image_processor))
+            return super().media_tokens(encoder, kind, size)
         if kind == "video":
             return video_tokens(processor.video_processor, size, _VIDEO_PIXELS)
         chunks, rest = divmod(size // processor.feature_extractor.hop_length, _CHUNK_FRAMES)

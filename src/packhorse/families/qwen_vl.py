@@ -181,11 +181,8 @@ def mrope_position_ids(sample: Mapping[str, Any], get_rope_index: RopeIndex) -> 
     positions = made[0] if isinstance(made, tuple | list) else made
     shape, expected = tuple(positions.shape), (_ROWS, 1, ids.shape[1])
     if shape != expected:
-        raise ConfigError(
-            f"get_rope_index returned positions of shape {shape}, expected {expected}",
-            setting="get_rope_index",
-            value=shape,
-        )
+        what = f"get_rope_index returned positions of shape {shape}, expected {expected}"
+        raise ConfigError(what, setting="get_rope_index", value=shape)
     return torch.as_tensor(positions)[:, 0]
 
 
