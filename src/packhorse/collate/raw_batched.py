@@ -158,9 +158,6 @@ def visible_span(mask: torch.Tensor) -> tuple[int, int]:
     return (int(visible[0]), int(visible[-1]) + 1) if len(visible) else (0, 0)
 
 
-# --- fake images ------------------------------------------------------------------------------------------
-
-
 def _hide_fakes(batch: dict[str, Any], examples: Sequence[Example], encoder: Encoder) -> dict[str, Any]:
     """Return the batch with attention 0 on the tokens of fake images."""
     if not any(example.fake for example in examples):
@@ -191,9 +188,6 @@ def fake_span(ids: Sequence[int], example: Example, encoder: Encoder) -> tuple[i
         )
         return 0, 0
     return tokens[0], tokens[-1] + 1
-
-
-# --- calls ------------------------------------------------------------------------------------------------
 
 
 class Decoded(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -127,9 +128,6 @@ def pad_labelled(
     return collate_samples(samples, encoder.family, pad, max_length, side=side, pixel_dtype=pixel_dtype)
 
 
-# --- truncation -------------------------------------------------------------------------------------------
-
-
 def can_be_cut(ids: torch.Tensor, media_ids: frozenset[int], max_length: int) -> bool:
     """Return whether ids [S] can be cut to ``max_length`` without cutting inside or before a media item."""
     if len(ids) <= max_length:
@@ -149,13 +147,11 @@ def keep_fitting_media(
     """
     if fits(encoded):
         return example, encoded
-    tried: dict[int, tuple[Example, T]] = {}
 
+    @cache
     def encode_first(number: int) -> tuple[Example, T]:
-        if number not in tried:
-            shorter = _first_media(example, number)
-            tried[number] = shorter, encode(shorter)
-        return tried[number]
+        shorter = _first_media(example, number)
+        return shorter, encode(shorter)
 
     numbers = range(1, len(example.conversation.media))
     kept = bisect_left(numbers, True, key=lambda number: not fits(encode_first(number)[1]))

@@ -8,7 +8,7 @@ tried if the one before is not certain: align the rendered conversation with the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -88,35 +88,29 @@ def build_labels(
     A space that the template writes before an answer may change its first token, so that may differ. The
     token that ends the turn is supervised too. An answer that is not found is logged.
     """
-    encoder = Encoder(processor)
-    media, labels = media_ids(encoder), torch.full_like(input_ids_batch, IGNORE_INDEX)
-    for row, ids, turns in _rows(input_ids_batch, conversations):
-        labels[row] = torch.tensor(_search_answers(ids, turns, encoder, media), dtype=labels.dtype)
+    labels = make_labels(input_ids_batch, conversations, Encoder(processor), search=True)
     Records().record_unsupervised(labels.unbind(), [""] * len(labels))
     return labels
 
 
 def make_labels(
-    input_ids_batch: torch.Tensor, conversations: Sequence[Turns], encoder: Encoder
+    input_ids_batch: torch.Tensor, conversations: Sequence[Turns], encoder: Encoder, *, search: bool = False
 ) -> torch.Tensor:
-    """Build labels as :func:`build_labels_from_template` does, without recording unsupervised rows."""
-    media, labels = media_ids(encoder), torch.full_like(input_ids_batch, IGNORE_INDEX)
-    for row, ids, turns in _rows(input_ids_batch, conversations):
-        for label in (_align_text, _label_between_markers, _search_answers):
-            with suppress(CannotAlign):
-                labels[row] = torch.tensor(label(ids, turns, encoder, media), dtype=labels.dtype)
-                break
-    return labels
+    """Build labels as :func:`build_labels_from_template` does, without recording unsupervised rows.
 
-
-def _rows(
-    input_ids_batch: torch.Tensor, conversations: Sequence[Turns]
-) -> Iterator[tuple[int, list[int], Turns]]:
+    With ``search``, as :func:`build_labels` does.
+    """
     if len(input_ids_batch) != len(conversations):
         expected = f"expected as many as rows of ids ({len(input_ids_batch)})"
         raise ConfigError.of("conversations", len(conversations), expected)
-    for row, turns in enumerate(conversations):
-        yield row, input_ids_batch[row].tolist(), turns
+    media, labels = media_ids(encoder), torch.full_like(input_ids_batch, IGNORE_INDEX)
+    ways = (_search_answers,) if search else (_align_text, _label_between_markers, _search_answers)
+    for row, ids, turns in zip(labels, input_ids_batch.tolist(), conversations, strict=True):
+        for label in ways:
+            with suppress(CannotAlign):
+                row[:] = torch.tensor(label(ids, turns, encoder, media))
+                break
+    return labels
 
 
 def media_ids(encoder: Encoder) -> frozenset[int]:
@@ -132,9 +126,6 @@ def media_ids(encoder: Encoder) -> frozenset[int]:
         getattr(owner, f"{kind}_token_id", None) for owner in (processor, tokenizer) for kind in MEDIA_KINDS
     )
     return known | {token for token in ids if isinstance(token, int)}
-
-
-# --- the rendered text aligned with the ids ---------------------------------------------------------------
 
 
 def _align_text(ids: list[int], conversation: Turns, encoder: Encoder, media: frozenset[int]) -> list[int]:
@@ -156,9 +147,6 @@ def _align_text(ids: list[int], conversation: Turns, encoder: Encoder, media: fr
         token if label == IGNORE_INDEX != before and _is_stop(token, encoder) else label
         for label, before, token in zip(labels, [IGNORE_INDEX, *labels], ids, strict=False)
     ]
-
-
-# --- turn markers -----------------------------------------------------------------------------------------
 
 
 def _get_assistant_marker(tokenizer: Tokenizer) -> list[int] | None:
@@ -229,9 +217,6 @@ def find_all(ids: Sequence[int], pattern: Sequence[int]) -> list[int]:
 def _supervise(labels: list[int], ids: Sequence[int], start: int, end: int, media: frozenset[int]) -> None:
     """Label the ids from ``start`` to ``end``, except media tokens."""
     labels[start:end] = [token if token not in media else IGNORE_INDEX for token in ids[start:end]]
-
-
-# --- search -----------------------------------------------------------------------------------------------
 
 
 def _search_answers(

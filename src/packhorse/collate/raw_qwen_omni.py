@@ -98,9 +98,6 @@ def _import_process_mm_info() -> ProcessMedia:
     return function
 
 
-# --- media --------------------------------------------------------------------------------------------------
-
-
 def _load_media(
     example: Example, encoder: Encoder, process: ProcessMedia, use_audio_in_video: bool
 ) -> _Media:
@@ -136,9 +133,6 @@ def _part_for_package(ref: MediaRef, encoder: Encoder) -> dict[str, Any]:
         sampled = len(video.frames) / metadata.total_num_frames * metadata.fps
         rates = {"sample_fps": sampled, "raw_fps": metadata.fps}
     return {"video": [Image.fromarray(frame) for frame in video.frames], **rates}
-
-
-# --- calls --------------------------------------------------------------------------------------------------
 
 
 def _encode(example: Example, media: _Media, encoder: Encoder, use_audio_in_video: bool) -> Sample:

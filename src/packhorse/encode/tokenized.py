@@ -112,7 +112,9 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         sample, cut = self._encode_labelled(*self._with_fake_image(example, conversation)), ""
         if self.max_length is not None and len(sample) > self.max_length:
             sample, cut = self._shorten(example, key, len(sample), self.max_length)
-        self._check_end(sample, key)
+        if int(sample.tokens["input_ids"][-1]) in self.encoder.media_token_ids:
+            detail = "the last token belongs to a media item and would be cut when labels are shifted"
+            raise BadSample(detail, reason="media_mismatch", key=key, stage="encode")
         if cut:
             self._remark(key, "truncated", cut, "cut")
         if sample.labels is None or not (sample.labels != IGNORE_INDEX).any():
@@ -158,12 +160,6 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
 
     def _media_tokens(self, ids: torch.Tensor) -> Counter[int]:
         return Counter(token for token in ids.tolist() if token in self.encoder.media_token_ids)
-
-    def _check_end(self, sample: Sample, key: str) -> None:
-        """Raise if a sample ends in a media item: shifting labels by one cuts the last token."""
-        if int(sample.tokens["input_ids"][-1]) in self.encoder.media_token_ids:
-            detail = "the last token belongs to a media item and would be cut when labels are shifted"
-            raise BadSample(detail, reason="media_mismatch", key=key, stage="encode")
 
     def _shorten(self, example: Mapping[str, Any], key: str, length: int, limit: int) -> tuple[Sample, str]:
         """Return the sample without what does not fit, and a description of the cut."""

@@ -104,9 +104,6 @@ def nearest_tiles(
     return best
 
 
-# --- the text of media ------------------------------------------------------------------------------------
-
-
 def split_runs(text: str, token: str) -> Pieces:
     """The text cut into runs of a token and what is between them."""
     runs: list[tuple[str, int]] = []

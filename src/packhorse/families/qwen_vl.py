@@ -205,14 +205,12 @@ def rope_index(model: object) -> RopeIndex | None:
     owner: Any
     for owner in (getattr(inner, "model", None), inner):
         if callable(getattr(type(owner), "get_rope_index", None)):
-            plain = {name: value for name, value in vars(owner).items() if _is_plain(name, value)}
+            # Settings (``spatial_merge_size``), no state of torch's and no weights.
+            public = {name: value for name, value in vars(owner).items() if name[0] != "_"}
+            public.pop("training", None)
+            plain = {name: value for name, value in public.items() if isinstance(value, int | float | str)}
             return WeightlessRopeIndex(type(owner), owner.config, plain)
     return None
-
-
-def _is_plain(name: str, value: object) -> bool:
-    """Whether an attribute is a setting (``spatial_merge_size``) and no state of torch's or a weight."""
-    return not name.startswith("_") and isinstance(value, int | float | str) and name != "training"
 
 
 class WeightlessRopeIndex:
