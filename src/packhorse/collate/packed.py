@@ -228,13 +228,12 @@ def takes_batches_of(attention: str, backend: str) -> bool:
 def check_takes_batches_of(name: str, attention: str, backend: str) -> None:
     """Raise unless the model ``name``, which runs ``attention``, can train on batches for ``backend``."""
     if not takes_batches_of(attention, backend):
-        raise ConfigError(
+        what = (
             f"{name} runs {attention!r} attention, but the loader builds batches for attn_implementation="
             f"{backend!r}: documents of a pack may attend to each other. Call packhorse.prepare(model, "
-            f"{backend!r}) before packhorse.load, or remove attn_implementation to use the model's",
-            setting="attn_implementation",
-            value=backend,
+            f"{backend!r}) before packhorse.load, or remove attn_implementation to use the model's"
         )
+        raise ConfigError(what, setting="attn_implementation", value=backend)
 
 
 def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
@@ -243,13 +242,12 @@ def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
     if supported:
         check_packable(model)
     if supported and not any(takes_batches_of(attention, backend) for backend in supported):
-        raise ConfigError(
+        what = (
             f"the batch is for {' or '.join(supported)}, the model's decoder runs {attention}: documents "
             "would attend to each other. Call packhorse.integrations.attention.use_attention(model, "
-            f"{supported[0]!r}), or collate with attn_implementation={attention!r}",
-            setting="attn_implementation",
-            value=attention,
+            f"{supported[0]!r}), or collate with attn_implementation={attention!r}"
         )
+        raise ConfigError(what, setting="attn_implementation", value=attention)
 
 
 def _backends_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
@@ -306,10 +304,8 @@ class PackedRows:
             raise _not_supported("images of this family have bidirectional attention", backend)
         alignment = math.lcm(*self.alignments)
         if self.length % alignment:
-            expected = (
-                f"expected a multiple of {alignment} (also for the pack_size of a loader), as documents"
-            )
-            raise ConfigError.of("max_length", self.length, f"{expected} are aligned to {alignment} tokens")
+            expected = f"documents are aligned to {alignment}, set a multiple of it (in a loader: pack_size)"
+            raise ConfigError.of("max_length", self.length, expected)
         segments = find_segments(made["attention_mask"], self.alignments)
         if not segments.moved:
             return dict(made), segments

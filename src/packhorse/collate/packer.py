@@ -127,12 +127,11 @@ def _media_tensor(key: str, value: Any, sample: Mapping[str, Any], family: Famil
     expected = 1 if layout.owner == "sample" else known if None not in counts else len(items)
     if len(items) != expected:
         each = "sample" if layout.owner == "sample" else " or ".join(layout.kinds)
-        raise ConfigError(
+        what = (
             f"'{key}' of a sample is a list of {len(items)} tensors, expected {expected}: one per {each}."
-            " Join them along axis 0 if they are something else",
-            setting=key,
-            value=len(items),
+            " Join them along axis 0 if they are something else"
         )
+        raise ConfigError(what, setting=key, value=len(items))
     return join(key, items if layout.owner == "rows" else [item.unsqueeze(0) for item in items], family)
 
 
@@ -390,9 +389,6 @@ def stack_tokens(
                 whole[..., row, first : first + value.shape[-1]] = value
         stacked[key] = whole
     return stacked
-
-
-# --- packs as dicts -----------------------------------------------------------------------------------------
 
 
 def pack_to_dict(pack: PackedSample, family: Family | None) -> dict[str, Any]:

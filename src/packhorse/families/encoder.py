@@ -381,12 +381,11 @@ class Family:
                 shape = tuple(value.shape) if hasattr(value, "shape") else None
                 what = f"({type(value)})" if shape is None else f"of shape {shape}"
                 known = ", ".join(self.layout)
-                raise ConfigError(
+                detail = (
                     f"the processor returned '{key}' {what}, which family '{self.name}' does not declare as "
-                    f"a tensor of its layout ({known}): add it there, or it would be lost",
-                    setting=key,
-                    value=shape,
+                    f"a tensor of its layout ({known}): add it there, or it would be lost"
                 )
+                raise ConfigError(detail, setting=key, value=shape)
 
     def bad(self, detail: str, conversation: Conversation, reason: Reason = "media_mismatch") -> BadSample:
         """Return the error for a conversation that is rejected."""
@@ -794,12 +793,11 @@ class Encoder(ChatProcessor):
             expected = 1 if layout.owner == "sample" else sum(self.rows(encoded, key))
             shape = tuple(value.shape)
             if shape[0] != expected:
-                raise ConfigError(
+                what = (
                     f"the processor returned '{key}' of shape {shape}; for {dict(counts)} "
-                    f"family '{family.name}' ({layout.owner}) expects {expected} along axis 0",
-                    setting=key,
-                    value=shape,
+                    f"family '{family.name}' ({layout.owner}) expects {expected} along axis 0"
                 )
+                raise ConfigError(what, setting=key, value=shape)
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:

@@ -134,13 +134,12 @@ def _layout_of(
     per_token = len(shape) > 1 and shape[1] == length
     if len(owners) == 1 and not per_token:
         return TensorLayout((owners[0],), "item")
-    raise ConfigError(
+    what = (
         f"the processor returned '{key}' of shape {shape} for {dict(counts)} and {length} tokens: which "
         "media item owns an entry is not certain. Declare it: write a family for this processor "
-        "(docs/reference/families.md), or drop the tensor in a wrapper around it",
-        setting=key,
-        value=shape,
+        "(docs/reference/families.md), or drop the tensor in a wrapper around it"
     )
+    raise ConfigError(what, setting=key, value=shape)
 
 
 def _in_form(encoder: Encoder, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

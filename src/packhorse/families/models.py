@@ -126,11 +126,8 @@ def resolve_model(model: object) -> tuple[Any | None, Any]:
     if isinstance(model, str | os.PathLike):
         model = open_config(os.fspath(model))
     if model is None or isinstance(model, type):
-        raise _wrong_object(
-            "model",
-            model,
-            f"{EXPECTED}. Write model=model, as of AutoModelForImageTextToText.from_pretrained(…)",
-        )
+        expected = f"{EXPECTED}. Write model=model, as of AutoModelForImageTextToText.from_pretrained(…)"
+        raise _wrong_object("model", model, expected)
     if callable(getattr(model, "get_text_config", None)):
         return None, getattr(model, "thinker_config", model)  # as in unwrap
     inner = unwrap(model)
@@ -184,12 +181,11 @@ def check_name(what: str, name: str) -> bool:
         return offline
     if offline:
         why = "HF_HUB_OFFLINE is set" if hub.HF_HUB_OFFLINE else "the hub cannot be reached"
-        raise ConfigError(
+        detail = (
             f"{what} {name}: no such folder in {os.getcwd()}, not in the hub's cache, and {why}. Pass the "
-            f"folder of a {what}, or download it where there is a network: hf download {name}",
-            setting=what,
-            value=name,
+            f"folder of a {what}, or download it where there is a network: hf download {name}"
         )
+        raise ConfigError(detail, setting=what, value=name)
     logger.info("%s %s: no such folder in %s, so it is read from the hub", what, name, os.getcwd())
     return False
 
@@ -436,13 +432,11 @@ def check_shift_labels(model: object) -> None:
         routed = getattr(text_config(config), "output_router_logits", False)
         call = "families.models.make_honour_shift_labels" if routed else "integrations.transformers.prepare"
         passed = "" if inner is not None else " and pass the model itself"
-        raise ConfigError(
+        what = (
             f"{kind.__name__} of transformers {version} drops shift_labels, so model(**batch).loss would "
-            f"shift labels twice: call packhorse.{call}(model) first{passed}, or install a newer "
-            "transformers",
-            setting="model",
-            value=kind.__name__,
+            f"shift labels twice: call packhorse.{call}(model) first{passed}, or upgrade transformers"
         )
+        raise ConfigError(what, setting="model", value=kind.__name__)
 
 
 def _passes_on(kind: type) -> bool:

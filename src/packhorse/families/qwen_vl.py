@@ -68,7 +68,8 @@ class Qwen2VL(Family):
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Pixels after resizing, over the pixels of a token."""
         if kind == "image":
-            return image_tokens(size, *image_geometry(encoder.processor.image_processor))
+            owner = encoder.processor.image_processor
+            return image_tokens(size, owner.patch_size * owner.merge_size, *pixel_budget(owner))
         return video_tokens(encoder.processor.video_processor, size)
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
@@ -126,11 +127,6 @@ def middle_times(info: VideoInfo, patch: int) -> list[float]:
     times = frame_times(info)
     times += times[-1:] * (-len(times) % patch)
     return [(times[first] + times[first + patch - 1]) / 2 for first in range(0, len(times), patch)]
-
-
-def image_geometry(owner: PatchProcessor) -> tuple[int, int, int]:
-    """Pixels along a token's side, least and most pixels of an image: the arguments of `image_tokens`."""
-    return owner.patch_size * owner.merge_size, *pixel_budget(owner)
 
 
 def pixel_budget(owner: PatchProcessor) -> tuple[int, int]:
