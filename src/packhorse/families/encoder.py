@@ -18,9 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import groupby
 from logging import getLogger
-from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,10 +35,9 @@ from packhorse.chat import (
     TokenizedText,
     answer_spans,
     chat_templates,
-    is_transformers,
+    label_tokens,
     rejected_by_template,
     special_tokens,
-    supervised_tokens,
     template_errors,
     token_ids,
     with_repeated_tokens,
@@ -58,6 +55,7 @@ from packhorse.errors import (
 from packhorse.families.media_sizes import (
     Pieces,
     Sizes,
+    check_equal_frames,
     fill_placeholders,
     shorten,
     size_of,
@@ -169,6 +167,7 @@ class Family:
         writes_special_tokens: the rendered text has all special tokens.
         makes_token_tensors: the processor's call returns tensors of tokens, not lists.
         listed: whether its processors are known, and tested, by their class.
+        equal_frames: all videos of a sample must have the same number of frames.
         min_transformers: the oldest transformers it works with.
         min_transformers_for: the same for kinds of media that need a newer one.
     """
@@ -190,6 +189,7 @@ class Family:
     writes_special_tokens: ClassVar[bool] = False
     makes_token_tensors: ClassVar[bool] = True
     listed: ClassVar[bool] = True
+    equal_frames: ClassVar[bool] = False
     min_transformers: ClassVar[str] = "5.12"
     min_transformers_for: ClassVar[Mapping[MediaKind, str]] = MappingProxyType({})
 
@@ -219,7 +219,7 @@ class Family:
         raise NotImplementedError(f"{self.name} has no {kind} tokens")
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """Return the number of patches in the vision encoder for a media item of this size; 0 for audio.
+        """Return the number of patches in the vision encoder for an image or video of this size.
 
         Padding up to the size of a tile counts, since it is computed; tiles that only fill up a batch do not.
         Arguments and errors are those of :meth:`media_tokens`.
@@ -237,6 +237,8 @@ class Family:
 
     def pieces_together(self, encoder: Encoder, sizes: Sizes) -> list[Pieces]:
         """:meth:`pieces` of each media item of one sample; overridden where they depend on each other."""
+        if self.equal_frames:
+            check_equal_frames(sizes)
         images = sum(kind == "image" for kind, _ in sizes)
         return [self.pieces(encoder, kind, size, images) for kind, size in sizes]
 
@@ -381,12 +383,11 @@ class Family:
                 shape = tuple(value.shape) if hasattr(value, "shape") else None
                 what = f"({type(value)})" if shape is None else f"of shape {shape}"
                 known = ", ".join(self.layout)
-                raise ConfigError(
+                detail = (
                     f"the processor returned '{key}' {what}, which family '{self.name}' does not declare as "
-                    f"a tensor of its layout ({known}): add it there, or it would be lost",
-                    setting=key,
-                    value=shape,
+                    f"a tensor of its layout ({known}): add it there, or it would be lost"
                 )
+                raise ConfigError(detail, setting=key, value=shape)
 
     def bad(self, detail: str, conversation: Conversation, reason: Reason = "media_mismatch") -> BadSample:
         """Return the error for a conversation that is rejected."""
@@ -463,6 +464,10 @@ class Encoder(ChatProcessor):
         tokens = (getattr(owner, name, None) for owner in (self.processor, self.tokenizer))
         return next((str(token) for token in tokens if token is not None), None)
 
+    def vision(self, kind: MediaKind) -> Any:
+        """The part of the processor for images, or for videos."""
+        return self.processor.image_processor if kind == "image" else self.processor.video_processor
+
     def token(self, name: str) -> str:
         """:meth:`find_token`; ConfigError if there is none."""
         token = self.find_token(name)
@@ -518,9 +523,7 @@ class Encoder(ChatProcessor):
         processor = self.processor
         if not self.family.chats or not hasattr(processor, "chat_template"):
             return  # one without the attribute renders in another way
-        # Those of transformers do not use the tokenizer's.
-        owners = (processor,) if is_transformers(processor) else (processor, self.tokenizer)
-        if all(getattr(owner, "chat_template", None) is None for owner in owners):
+        if all(template is None for template in chat_templates(processor)):
             raise ConfigError(
                 f"{type(processor).__name__} has no chat template: set processor.chat_template (released "
                 "models bring theirs along with AutoProcessor.from_pretrained)",
@@ -684,8 +687,8 @@ class Encoder(ChatProcessor):
         return self.family.media_tokens(self, kind, size, images_in_sample)
 
     def media_patches(self, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """See :meth:`Family.media_patches`."""
-        return self.family.media_patches(self, kind, size, images_in_sample)
+        """See :meth:`Family.media_patches`; 0 for audio."""
+        return 0 if kind == "audio" else self.family.media_patches(self, kind, size, images_in_sample)
 
     def pieces_of(self, sizes: Sizes, key: str = "") -> list[Pieces]:
         """:meth:`Family.pieces_together`; BadSample if the processor rejects the media."""
@@ -824,23 +827,20 @@ class Encoder(ChatProcessor):
         """Labels [S] and loss weights [S]; None if all weights are 1."""
         import torch
 
-        ids = encoded.tokens["input_ids"]
-        listed = ids.tolist()
-        labels = torch.full_like(ids, IGNORE_INDEX, dtype=torch.int64)
+        ids = encoded.tokens["input_ids"].tolist()
         answers = self.answers(encoded.conversation, encoded.text)
+
+        def label(chosen: Iterable[Answer]) -> torch.Tensor:
+            spans = [(answer.start, answer.end) for answer in chosen]
+            labels = label_tokens(self, encoded.text, spans, ids, self.media_token_ids, encoded.read)
+            return torch.from_numpy(np.array(labels, np.int64))
+
         weights = None
-        if any(weight != 1 for _, weight in answers):
-            weights = torch.ones(ids.shape, dtype=torch.float32)
-        by_weight = groupby(answers, itemgetter(1)) if weights is not None else [(1.0, answers)]
-        for weight, group in by_weight:
-            spans = [(answer.start, answer.end) for answer, _ in group]
-            for start, end in supervised_tokens(
-                self, encoded.text, spans, listed, self.media_token_ids, encoded.read
-            ):
-                labels[start:end] = ids[start:end]
-                if weights is not None:
-                    weights[start:end] = weight
-        return labels, weights
+        for weight in {weight for _, weight in answers} - {1.0}:
+            weights = torch.ones(len(ids)) if weights is None else weights
+            of_weight = label(answer for answer, other in answers if other == weight)
+            weights[of_weight != IGNORE_INDEX] = weight
+        return label(answer for answer, _ in answers), weights
 
     def label_sample(self, encoded: Encoded, key: str) -> Sample:
         """Return the sample with its labels; BadSample if its answers are not located with certainty."""
@@ -901,12 +901,11 @@ class Encoder(ChatProcessor):
             expected = 1 if layout.owner == "sample" else sum(self.rows(encoded, key))
             shape = tuple(value.shape)
             if shape[0] != expected:
-                raise ConfigError(
+                what = (
                     f"the processor returned '{key}' of shape {shape}; for {dict(counts)} "
-                    f"family '{family.name}' ({layout.owner}) expects {expected} along axis 0",
-                    setting=key,
-                    value=shape,
+                    f"family '{family.name}' ({layout.owner}) expects {expected} along axis 0"
                 )
+                raise ConfigError(what, setting=key, value=shape)
 
 
 def _dropped_length(answer: str, written: str) -> int:
@@ -950,12 +949,8 @@ def _describe(processor: Any) -> Mapping[str, Any]:
         if hasattr(part, "to_dict") or hasattr(part, "__dict__")
     }
     if parts and not settings:
-        name = type(processor).__name__
-        raise ConfigError(
-            f"the processor, a {name}, has no to_dict with its settings, so counts cannot be saved",
-            setting="processor",
-            value=name,
-        )
+        why = "it has no to_dict with its settings, so counts cannot be saved"
+        raise ConfigError.of("processor", type(processor).__name__, why)
     return settings
 
 
