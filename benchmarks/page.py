@@ -79,7 +79,8 @@ def find_scripts(home: Path, names: Sequence[str] = ()) -> list[Path]:
     paths = (path for path in sorted(home.glob("*.py")) if path.stem != "run")
     known = {path.stem: path for path in paths if "\nif __name__ ==" in path.read_text("utf-8")}
     if unknown := sorted(set(names) - set(known)):
-        raise ConfigError(f"no benchmark {', '.join(unknown)} in {home}; choose from {', '.join(known)}")
+        detail = f"no benchmark {', '.join(unknown)} in {home}; choose from {', '.join(known)}"
+        raise ConfigError(detail, setting="names", value=unknown)
     return [path for name, path in known.items() if not names or name in names]
 
 
@@ -100,11 +101,11 @@ def load_records(home: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(path.read_bytes())
         except ValueError as error:
-            raise ConfigError(f"{path} is not valid JSON ({error}): {remedy}") from error
+            raise ConfigError(f"{path} is not valid JSON ({error}): {remedy}", path=path) from error
         if missing := [name for name in _FIELDS if not isinstance(record, dict) or name not in record]:
-            raise ConfigError(f"{path} has no {', '.join(missing)}: {remedy}")
+            raise ConfigError(f"{path} has no {', '.join(missing)}: {remedy}", path=path)
         if any("full_target" in promise for promise in record["promises"]):
-            raise ConfigError(f"{path} is a record of a run with --quick: {remedy}")
+            raise ConfigError(f"{path} is a record of a run with --quick: {remedy}", path=path)
         records.append(record)
     return records
 

@@ -106,7 +106,8 @@ def _run_all(options: argparse.Namespace) -> int:
     """Run the chosen scripts one by one; return the exit code."""
     home: Path = options.folder
     if not (home / "promises.py").is_file():
-        raise ConfigError(f"{home} has no promises.py: --folder must be a folder of benchmarks")
+        detail = f"{home} has no promises.py: --folder must be a folder of benchmarks"
+        raise ConfigError(detail, setting="folder", path=home)
     if options.render:
         print(write_page(home))
         return 0

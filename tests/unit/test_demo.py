@@ -15,9 +15,9 @@ import pytest
 
 from packhorse.cli.demo.steps import prepare_folder
 from packhorse.cli.demo.train import Step, read_trace
-from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan
+from raising import raises_config
 from warm_python import run_warm
 
 pytestmark = pytest.mark.system
@@ -224,5 +224,5 @@ def test_the_demos_own_folder_is_overwritten_but_not_what_others_put_there(tmp_p
     prepare_folder(out)
     assert sorted(path.name for path in out.iterdir()) == [".packhorse-demo", "notes.txt"]
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is a file"):
+    with raises_config(path=tmp_path / "file", match="is a file"):
         prepare_folder(tmp_path / "file")

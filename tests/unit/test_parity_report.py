@@ -14,6 +14,7 @@ from packhorse.cli import parity as command
 from packhorse.cli.app import app
 from packhorse.errors import ConfigError
 from packhorse.tools.parity import DocumentParity, ParityReport
+from raising import raises_config
 
 
 def report(*largest: float, gradients: float | None = None, attention: str = "sdpa") -> ParityReport:
@@ -82,9 +83,7 @@ def test_data_without_a_good_row_are_given_up_and_named(tmp_path):
         row["messages"][0]["content"] = "<image>Why?"
     write_rows(tmp_path / "chats.jsonl", rows)
     meta = write_meta(tmp_path, {"chats": {"file_name": "chats.jsonl"}})
-    with pytest.raises(
-        ConfigError, match=r"0 rows that can be encoded.*\. 100 rows dropped:\n  chats/0: miss"
-    ):
+    with raises_config(path=meta, match=r"\. 100 rows dropped:\n  chats/0: miss"):
         command.choose_samples(str(meta), None, 4, processor("qwen2_vl"))
 
 

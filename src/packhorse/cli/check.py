@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from packhorse.cli import terminal
+from packhorse.errors import ConfigError
 from packhorse.utils.progress import Progress
 
 if TYPE_CHECKING:
@@ -62,13 +63,12 @@ def check(
     """
     with terminal.one_line_errors("check", "nothing was written", verbose):
         from packhorse.count.engines import make_engine
-        from packhorse.errors import ConfigError
         from packhorse.tools.check import check_meta, check_target, write_fixed
 
         if drop_duplicates and fix is None:
-            raise ConfigError("--drop-duplicates needs --fix DIR")
+            raise ConfigError("drop_duplicates needs --fix DIR", setting="drop_duplicates", value=True)
         if max_length is not None and processor is None:
-            raise ConfigError("--max-length needs --processor to count tokens")
+            raise ConfigError.of("max_length", max_length, "it needs --processor to count tokens")
         if fix is not None:
             check_target(fix)  # before the long work
         with Progress("checking") as progress:

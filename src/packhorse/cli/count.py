@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from packhorse.cli import terminal
+from packhorse.errors import ConfigError
 from packhorse.types import MEDIA_KINDS
 from packhorse.utils.progress import Progress
 
@@ -67,7 +68,6 @@ def count(
         from packhorse.count.count_report import write_counted_jsonl
         from packhorse.count.counting import count_meta
         from packhorse.count.engines import make_engine
-        from packhorse.errors import ConfigError
 
         with Progress("counting") as progress:
             report = count_meta(
@@ -85,7 +85,7 @@ def count(
                 progress=progress,
             )
         if not report.datasets:
-            raise ConfigError(f"{meta}: it lists no dataset")
+            raise ConfigError(f"{meta}: it lists no dataset", path=meta)
         written: list[Path] = []
         if write_jsonl is not None:
             with Progress("writing") as progress:

@@ -28,13 +28,7 @@ EXAMPLES = terminal.examples(
 )
 
 
-class By(str, Enum):
-    """Columns by which the table counts."""
-
-    reason = "reason"
-    dataset = "dataset"
-    stage = "stage"
-    action = "action"
+By = Enum("By", {"reason": "reason", "dataset": "dataset", "stage": "stage", "action": "action"}, type=str)
 
 
 def ledger(

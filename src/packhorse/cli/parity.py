@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from packhorse.cli import terminal
-from packhorse.utils.progress import OnProgress, Progress
+from packhorse.errors import ConfigError, data_errors, require
+from packhorse.utils.progress import OnProgress, Progress, bars_are_wanted
 
 if TYPE_CHECKING:
-    from packhorse.errors import ConfigError
     from packhorse.tools.parity import ParityReport
 
 _BACKENDS = ("sdpa", "eager", "varlen")
@@ -64,7 +64,6 @@ def parity(
     is given with --attn-implementation.
     """
     with terminal.one_line_errors("parity", "nothing was written", verbose):
-        from packhorse.errors import ConfigError
         from packhorse.families.models import open_processor
         from packhorse.integrations.attention import check_attention
 
@@ -76,8 +75,8 @@ def parity(
         except ConfigError as error:
             if processor is not None:
                 raise
-            # The path that failed is that of the model.
-            raise ConfigError(str(error).replace("processor", "model", 1)) from error
+            message = str(error).replace("processor", "model", 1)
+            raise ConfigError(message, setting="model", value=model) from error
         with Progress("encoding", unit="samples") as progress:
             chosen = choose_samples(meta, datasets, samples, opened, progress)
         if chosen.dropped and not as_json:
@@ -103,7 +102,6 @@ def _compare(
     model: Any, processor: Any, chosen: Chosen, requested: Sequence[str] | None, rows: int
 ) -> tuple[list[ParityReport], list[tuple[str, ConfigError]]]:
     """Return the reports and the unavailable backends; raise if a requested one or all are unavailable."""
-    from packhorse.errors import ConfigError
     from packhorse.tools.parity import check_parity
 
     reports: list[ParityReport] = []
@@ -147,7 +145,6 @@ def choose_samples(
     Raises ``ConfigError`` if fewer than two rows can be encoded.
     """
     from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-    from packhorse.errors import ConfigError, data_errors
     from packhorse.formats.meta import open_meta_dataset
     from packhorse.ledger import Ledger
 
@@ -172,7 +169,8 @@ def choose_samples(
     if len(chosen.samples) < 2:
         bad_rows = f". {chosen.describe_dropped()}" if chosen.dropped else ""
         raise ConfigError(
-            f"{meta}: {len(chosen.samples)} rows that can be encoded, expected at least 2{bad_rows}"
+            f"{meta}: {len(chosen.samples)} rows that can be encoded, expected at least 2{bad_rows}",
+            path=meta,
         )
     return chosen
 
@@ -181,16 +179,14 @@ def check_dtype(dtype: str, device: str) -> Any:
     """Return the floating-point dtype of that name; raise if it or the device is not available."""
     import torch
 
-    from packhorse.errors import ConfigError
-
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise ConfigError(f"--dtype {dtype}: expected float32, bfloat16 or float16")
+        raise ConfigError.of("dtype", dtype, "expected float32, bfloat16 or float16")
     try:
         torch.zeros(1, dtype=kind, device=device)
     except (RuntimeError, AssertionError) as error:  # what torch raises for a missing device
         detail = " ".join(str(error).split())[:200]
-        raise ConfigError(f"--device {device}: not available here ({detail})") from error
+        raise ConfigError.of("device", device, f"not available here ({detail})") from error
     return kind
 
 
@@ -201,9 +197,7 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
     """
     import torch
 
-    from packhorse.errors import ConfigError, require
     from packhorse.families.models import check_name, check_packable, model_classes, open_config
-    from packhorse.utils.progress import bars_are_wanted
 
     transformers: Any = require("transformers", "train")
     kind = check_dtype(dtype, device)
@@ -222,7 +216,9 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
             loaded = auto.from_config(config, trust_remote_code=trust_remote_code).to(kind)
     except (OSError, ValueError) as error:
         detail = " ".join(str(error).split())[:300]
-        raise ConfigError(f"model {model}: cannot be opened ({detail})") from error
+        raise ConfigError(
+            f"model {model}: cannot be opened ({detail})", setting="model", value=model
+        ) from error
     return loaded.to(device)
 
 

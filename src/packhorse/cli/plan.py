@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from packhorse.cli import terminal
+from packhorse.errors import ConfigError
 from packhorse.types import MEDIA_KINDS
 
 _WIDTH = 100  # if stdout is not a terminal
@@ -38,19 +39,8 @@ EXAMPLES = terminal.examples(
 )
 
 
-class Placeholder(str, Enum):
-    """Whether packs reserve tokens for a placeholder media item."""
-
-    auto = "auto"
-    never = "never"
-
-
-class OnOverlong(str, Enum):
-    """What to do with samples that are longer than a pack."""
-
-    drop = "drop"
-    truncate = "truncate"
-    raise_ = "raise"
+Placeholder = Enum("Placeholder", {"auto": "auto", "never": "never"}, type=str)
+OnOverlong = Enum("OnOverlong", {"drop": "drop", "truncate": "truncate", "raise": "raise"}, type=str)
 
 
 def plan(
@@ -97,19 +87,28 @@ def plan(
     padded batches or TRL's packing would take. Media are not decoded; packhorse check finds damaged ones.
     """
     with terminal.one_line_errors("plan", "no plan was written (finished counts are kept)", verbose):
-        from packhorse.errors import ConfigError
         from packhorse.loader.config import LoaderConfig
+        from packhorse.media.source import is_address
         from packhorse.tools.view.plan_report import plan_report, sizes_report
         from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 
-        sizes = numbers_in("--pack-size", [pack_size])
-        single_only = {"--out": out, "--ranks": ranks}
-        if len(sizes) > 1 and (given := [name for name, value in single_only.items() if value]):
-            raise ConfigError(f"{given[0]} needs a single --pack-size: several are compared without a plan")
-        target = out if out is not None else default_target(meta) if len(sizes) == 1 else None
+        sizes = numbers_in("pack_size", [pack_size])
+        if len(sizes) > 1 and (out or ranks):
+            given = "--out" if out else "--ranks"
+            raise ConfigError(
+                f"{given} needs a single pack_size: several are compared without a plan",
+                setting="pack_size",
+                value=sizes,
+            )
+        target = out
+        if out is None and len(sizes) == 1:
+            if is_address(meta):
+                problem = "is not a local file: give a path for the plan with --out"
+                raise ConfigError(f"{meta} {problem}", path=meta)
+            target = Path(meta).with_suffix(".phplan")
         if target is not None:
             check_target(target)  # before the long work
-        world_sizes = numbers_in("--ranks", ranks or ())
+        world_sizes = numbers_in("ranks", ranks or ())
         config = LoaderConfig(
             data=meta,
             dataset_names=datasets or None,
@@ -140,38 +139,24 @@ def plan(
         _print(report, target, world_sizes)
 
 
-def default_target(meta: str) -> Path:
-    """Return the path of a plan without ``--out``: next to the meta file, which must be a local file."""
-    from packhorse.errors import ConfigError
-    from packhorse.media.source import is_address
-
-    if is_address(meta):
-        raise ConfigError(f"{meta} is not a local file: give a path for the plan with --out")
-    return Path(meta).with_suffix(".phplan")
-
-
 def check_target(target: Path) -> None:
     """Raise if a plan cannot be written there."""
-    from packhorse.errors import ConfigError
-
     if target.is_dir():
-        raise ConfigError(f"{target} is a folder: name a file with --out")
+        raise ConfigError(f"{target} is a folder: name a file with --out", path=target)
     parent = target.absolute().parent
     if not parent.exists():
-        raise ConfigError(
-            f"{target} cannot be written: there is no folder {parent}; make it, or name another"
-        )
+        problem = f"there is no folder {parent}; make it, or name another"
+        raise ConfigError(f"{target} cannot be written: {problem}", path=target)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{target} cannot be written: no permission to write to {parent}; change --out")
+        problem = f"no permission to write to {parent}; change --out"
+        raise ConfigError(f"{target} cannot be written: {problem}", path=target)
 
 
-def numbers_in(option: str, given: Sequence[str]) -> tuple[int, ...]:
+def numbers_in(setting: str, given: Sequence[str]) -> tuple[int, ...]:
     """Return the numbers of ``--ranks 24 --ranks 48,96``, sorted and without duplicates."""
-    from packhorse.errors import ConfigError
-
     words = [word.strip() for value in given for word in value.split(",")]
     if wrong := [word for word in words if not word.isascii() or not word.isdigit() or int(word) < 1]:
-        raise ConfigError(f"{option} {wrong[0]}: expected integers above 0, e.g. {option} 24,48")
+        raise ConfigError.of(setting, wrong[0], f"expected integers above 0, e.g. {setting}=24,48")
     return tuple(sorted(set(map(int, words))))
 
 

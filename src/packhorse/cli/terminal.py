@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from packhorse.errors import PackhorseError, plain_error, suggest
+
 if TYPE_CHECKING:
     # Stubs of type checkers; dataclasses has no public type for its instances.
     from _typeshed import DataclassInstance
@@ -180,8 +182,6 @@ def one_line_errors(command: str, stopped: str, verbose: bool) -> Iterator[None]
 
     Warnings of other libraries are only printed if ``verbose``.
     """
-    from packhorse.errors import PackhorseError, plain_error
-
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         with contextlib.nullcontext() if verbose else _quiet_libraries():
@@ -247,8 +247,6 @@ def _with_suggestion(text: str, context: Any) -> str:
 
     Typer suggests commands since 0.20 and lists options as "Possible options".
     """
-    from packhorse.errors import suggest
-
     typo = re.match(r"No such (?:command '|option:? )(--?[\w-]+|[\w-]+)'?", text)
     if typo is None or context is None:
         return text

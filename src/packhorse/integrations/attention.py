@@ -8,7 +8,7 @@ transformers' ``AttentionInterface`` under this name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -29,13 +29,6 @@ if TYPE_CHECKING:
 VARLEN = "varlen"
 
 
-def register_varlen() -> None:
-    """Register ``"varlen"`` with transformers; may be called repeatedly."""
-    transformers = require("transformers", "train")
-    require("transformers.masking_utils", "train").AttentionMaskInterface.register(VARLEN, varlen_mask)
-    transformers.AttentionInterface.register(VARLEN, varlen_attention)
-
-
 def use_attention(model: PreTrainedModel, attn_implementation: str) -> None:
     """Set the attention of a model's decoder; its vision tower does not change.
 
@@ -50,19 +43,21 @@ def use_attention(model: PreTrainedModel, attn_implementation: str) -> None:
 
 def check_attention(attn_implementation: str) -> None:
     """Raise :class:`ConfigError` if an attention cannot run here; register ``"varlen"``."""
-    register_varlen()
-    known = {"eager", *require("transformers", "train").AttentionInterface()}
+    transformers: Any = require("transformers", "train")
+    require("transformers.masking_utils", "train").AttentionMaskInterface.register(VARLEN, varlen_mask)
+    transformers.AttentionInterface.register(VARLEN, varlen_attention)
+    known = {"eager", *transformers.AttentionInterface()}
     if attn_implementation not in known:
+        hint = suggest(attn_implementation, sorted(known))
         choices = ", ".join(sorted(known))
-        raise ConfigError(
-            f"attn_implementation={attn_implementation!r}: expected one of {choices}"
-            f"{suggest(attn_implementation, sorted(known))}"
-        )
+        raise ConfigError.of("attn_implementation", attn_implementation, f"expected one of {choices}{hint}")
     flash = attn_implementation == "flash_attention_2"
     if flash and not require("transformers.utils", "train").is_flash_attn_2_available():
         raise ConfigError(
             "flash_attention_2 needs the package flash-attn and a GPU, which transformers does not find: "
-            "pip install flash-attn, or use varlen, PyTorch's kernel"
+            "pip install flash-attn, or set attn_implementation='varlen', PyTorch's kernel",
+            setting="attn_implementation",
+            value=attn_implementation,
         )
 
 
@@ -110,9 +105,11 @@ def varlen_attention(
         return output
     for name in ("softcap", "s_aux"):
         if options.get(name) is not None:
-            raise ConfigError(f"varlen attention has no {name}, which this model uses: use flex_attention")
+            raise ConfigError(
+                f"varlen attention has no {name}, which this model uses: use flex_attention", setting=name
+            )
     if dropout:
-        raise ConfigError(f"varlen attention has no dropout: set attention_dropout=0 (it is {dropout})")
+        raise ConfigError.of("attention_dropout", dropout, "varlen attention has no dropout: set it to 0")
     # Under autocast the rotary embedding returns float32, which no kernel for packs takes.
     device = query.device.type
     if torch.is_autocast_enabled(device):
@@ -120,12 +117,13 @@ def varlen_attention(
         query, key, value = (states.to(half) for states in (query, key, value))
     rows, _, length, _ = query.shape
     if max_length_q is None:
-        raise ConfigError("cu_seq_lens_q without max_length_q: use the batch of the collater unchanged")
-    q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+        detail = "cu_seq_lens_q needs it too: use the batch of the collater unchanged"
+        raise ConfigError.of("max_length_q", None, detail)
+    flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
     if query.is_cuda:
-        result = _run_kernel(q, k, v, cu_seq_lens_q, int(max_length_q), scaling, sliding_window)
+        result = _run_kernel(flat, cu_seq_lens_q, int(max_length_q), scaling, sliding_window)
     else:
-        result = _run_sdpa(q, k, v, cu_seq_lens_q, scaling, sliding_window)
+        result = _run_sdpa(flat, cu_seq_lens_q, scaling, sliding_window)
     return result.view(rows, length, *result.shape[1:]), None
 
 
@@ -138,15 +136,14 @@ def _window_mask(query: torch.Tensor, key: torch.Tensor, window: int | None) -> 
 
 
 def _run_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    flat: Sequence[torch.Tensor],
     cumulative: torch.Tensor,
     longest: int,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Run PyTorch's kernel on [B * S, heads, width]."""
+    """Run PyTorch's kernel on queries, keys and values [B * S, heads, width]."""
+    query, key, value = flat
     function, takes = varlen_kernel()
     if scaling is not None and "scale" not in takes:
         query = query * (scaling * query.shape[-1] ** 0.5)
@@ -162,8 +159,8 @@ def _run_kernel(
     elif window is None:
         options["is_causal"] = True
     else:
-        raise ConfigError(
-            "this PyTorch's varlen kernel has no sliding window: update it, or use flex_attention"
+        raise ConfigError.of(
+            "sliding_window", window, "PyTorch's varlen kernel has none: update it, or use flex_attention"
         )
     result: torch.Tensor = function(query, key, value, cumulative, cumulative, longest, longest, **options)
     return result
@@ -183,17 +180,12 @@ def varlen_kernel() -> tuple[Any, frozenset[str]]:
 
 
 def _run_sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cumulative: torch.Tensor,
-    scaling: float | None,
-    window: int | None,
+    flat: Sequence[torch.Tensor], cumulative: torch.Tensor, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """Run sdpa on each document of [B * S, heads, width]."""
+    """Run sdpa on each document of queries, keys and values [B * S, heads, width]."""
     outputs = []
     for start, stop in pairwise(cumulative.tolist()):
-        q, k, v = (states[start:stop].transpose(0, 1)[None] for states in (query, key, value))
+        q, k, v = (states[start:stop].transpose(0, 1)[None] for states in flat)
         mask = _window_mask(q, k, window)
         grouped = q.shape[1] != k.shape[1]
         output = F.scaled_dot_product_attention(
@@ -260,7 +252,9 @@ def inspect_attention(
     the weights in computations, ``autocast`` that of ``torch.autocast`` around them.
     """
     config = model.config.get_text_config()
-    device = torch.device(device or _device_of(model))
+    if device is None and model.device.type in ("cpu", "meta") and torch.cuda.is_available():
+        device = "cuda"  # trainers move it there
+    device = torch.device(device or model.device)
     takes = None
     with suppress(ConfigError):  # this PyTorch has no such kernel
         _, takes = varlen_kernel()
@@ -284,13 +278,6 @@ def inspect_attention(
     )
 
 
-def _device_of(model: PreTrainedModel) -> torch.device:
-    """Return the GPU for a model that is not there yet: trainers move it."""
-    device = torch.device(model.device)
-    moves = device.type in ("cpu", "meta") and torch.cuda.is_available()
-    return torch.device("cuda") if moves else device
-
-
 def _values(config: PretrainedConfig, name: str) -> list[Any]:
     """Return the values of a setting that are set, of each layer if layers differ (Gemma 4)."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
@@ -299,11 +286,8 @@ def _values(config: PretrainedConfig, name: str) -> list[Any]:
 
 def _window(config: PretrainedConfig) -> int | None:
     types = getattr(config, "layer_types", None)
-    if types is None and not getattr(config, "use_sliding_window", True):
-        return None
-    if types is not None and "sliding_attention" not in types:
-        return None
-    return min(_values(config, "sliding_window"), default=None)
+    used = getattr(config, "use_sliding_window", True) if types is None else "sliding_attention" in types
+    return min(_values(config, "sliding_window"), default=None) if used else None
 
 
 def _chunk(config: PretrainedConfig) -> int | None:
@@ -325,45 +309,41 @@ def unsupported_features(info: AttentionInfo, backend: str, longest: int | None 
     ``longest`` is the tokens of the longest document, at most the pack size; None if unknown.
     """
     if backend not in ATTENTION:
-        raise ConfigError(
-            f"attn_implementation={backend!r}: expected 'auto' or one of {', '.join(ATTENTION)}"
+        raise ConfigError.of(
+            "attn_implementation", backend, f"expected 'auto' or one of {', '.join(ATTENTION)}"
         )
-    varlen, flash = backend == "varlen", backend == "flash_attention_2"
-    gpu, kernel = info.device == "cuda", (varlen or flash) and info.device == "cuda"
-    window, head = info.window is not None, info.head or 0
-    problems = (
-        (varlen and gpu and not info.varlen, "this PyTorch has no varlen kernel: update it (2.10 or later)"),
-        (
-            varlen and gpu and window and not info.varlen_windows,
-            "this PyTorch's varlen kernel has no sliding window: update it",
-        ),
-        (flash and gpu and not info.flash, "flash-attn is not installed"),
-        (flash and not gpu, f"there is none on {info.device}"),
-        (backend == "flex_attention" and not gpu, f"it has no backward pass on {info.device}"),
-        (
-            kernel and info.dtype not in (torch.float16, torch.bfloat16),
-            f"its kernel computes in bfloat16 or float16, not in {str(info.dtype).removeprefix('torch.')}",
-        ),
-        (
-            kernel and info.capability is not None and info.capability < _AMPERE,
-            "its kernel needs a GPU of compute capability 8.0 (Ampere) or later",
-        ),
-        (
-            kernel and head > _WIDEST_HEAD,
-            f"its heads have up to {_WIDEST_HEAD} dimensions, the model's {head}",
-        ),
-        (
-            (varlen or flash) and info.bidirectional,
-            "it is causal, and images of this model attend in both directions",
-        ),
-        (backend in ("varlen", "sdpa") and info.sinks, "it has no attention sinks, which this model uses"),
-        (backend in ("varlen", "sdpa") and info.softcap, "it has no cap on scores, which this model uses"),
-        (
-            backend in ("varlen", "flex_attention") and info.dropout,
-            f"it has no dropout: set attention_dropout=0 in the model's config (it is {info.dropout})",
-        ),
-    )
-    return (*(text for wrong, text in problems if wrong), *_window_problems(info, backend, longest))
+    return (*_backend_problems(info, backend), *_window_problems(info, backend, longest))
+
+
+def _backend_problems(info: AttentionInfo, backend: str) -> Iterator[str]:
+    """Yield what the backend lacks on this device, or for this model."""
+    varlen, flash, gpu = backend == "varlen", backend == "flash_attention_2", info.device == "cuda"
+    if varlen and gpu and not info.varlen:
+        yield "this PyTorch has no varlen kernel: update it (2.10 or later)"
+    if varlen and gpu and info.window is not None and not info.varlen_windows:
+        yield "this PyTorch's varlen kernel has no sliding window: update it"
+    if flash and gpu and not info.flash:
+        yield "flash-attn is not installed"
+    if flash and not gpu:
+        yield f"there is none on {info.device}"
+    if backend == "flex_attention" and not gpu:
+        yield f"it has no backward pass on {info.device}"
+    if (varlen or flash) and gpu:
+        if info.dtype not in (torch.float16, torch.bfloat16):
+            dtype = str(info.dtype).removeprefix("torch.")
+            yield f"its kernel computes in bfloat16 or float16, not in {dtype}"
+        if info.capability is not None and info.capability < _AMPERE:
+            yield "its kernel needs a GPU of compute capability 8.0 (Ampere) or later"
+        if (info.head or 0) > _WIDEST_HEAD:
+            yield f"its heads have up to {_WIDEST_HEAD} dimensions, the model's {info.head}"
+    if (varlen or flash) and info.bidirectional:
+        yield "it is causal, and images of this model attend in both directions"
+    if backend in ("varlen", "sdpa") and info.sinks:
+        yield "it has no attention sinks, which this model uses"
+    if backend in ("varlen", "sdpa") and info.softcap:
+        yield "it has no cap on scores, which this model uses"
+    if backend in ("varlen", "flex_attention") and info.dropout:
+        yield f"it has no dropout: set attention_dropout=0 in the model's config (it is {info.dropout})"
 
 
 def _window_problems(info: AttentionInfo, backend: str, longest: int | None) -> Iterator[str]:
@@ -389,7 +369,8 @@ def choose_attention(
         raise packing_error(info.mixing)
     if attn_implementation != "auto":
         if wrong := unsupported_features(info, attn_implementation, longest):
-            raise ConfigError(f"{attn_implementation} is wrong here: {'; '.join(wrong)}")
+            detail = f"it is wrong here: {'; '.join(wrong)}"
+            raise ConfigError.of("attn_implementation", attn_implementation, detail)
         return attn_implementation
     rejected = {}
     for backend in BEST_ON_CUDA if info.device == "cuda" else BEST_ELSEWHERE:
@@ -397,4 +378,5 @@ def choose_attention(
         if not rejected[backend]:
             return backend
     reasons = "\n".join(f"- {backend}: {'; '.join(why)}" for backend, why in rejected.items())
-    raise ConfigError(f"no attention backend is right for this model on {info.device}:\n{reasons}")
+    detail = f"no backend is right for this model on {info.device}:\n{reasons}"
+    raise ConfigError.of("attn_implementation", "auto", detail)

@@ -1,7 +1,4 @@
-"""A loader in PyTorch Lightning: ``trainer.fit(module, LoaderDataModule(loader))``.
-
-Importing this imports Lightning.
-"""
+"""A loader in PyTorch Lightning, which this imports: ``trainer.fit(module, LoaderDataModule(loader))``."""
 
 from __future__ import annotations
 

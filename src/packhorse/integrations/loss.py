@@ -8,7 +8,9 @@ every batch contributes the *sum* over its tokens, divided by the number of toke
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,7 +21,7 @@ from packhorse.chat import IGNORE_INDEX
 from packhorse.collate.packed import model_inputs
 from packhorse.distributed import has_process_group, reachable_device
 from packhorse.errors import ConfigError
-from packhorse.types import to_device
+from packhorse.types import World, to_device
 
 if TYPE_CHECKING:
     from packhorse.loader.loader import Loader
@@ -52,10 +54,9 @@ def token_loss(
         ConfigError: the shapes do not fit.
     """
     if logits.shape[:-1] != labels.shape:
-        raise ConfigError(
-            f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}: expected [B, S, vocabulary] and "
-            "[B, S]; labels of a batch are already shifted, do not cut them"
-        )
+        detail = f"expected the shape [B, S] of the logits {tuple(logits.shape)}"
+        hint = "labels of a batch are already shifted, do not cut them"
+        raise ConfigError.of("labels", tuple(labels.shape), f"{detail}; {hint}")
     summed: torch.Tensor = _SummedCrossEntropy.apply(logits, labels.to(logits.device))  # type: ignore[no-untyped-call]
     if isinstance(tokens, torch.Tensor):
         return summed * (replicas / tokens.clamp(min=1).to(summed.device))
@@ -134,15 +135,19 @@ def grouped(batches: Iterable[Item], gradient_accumulation_steps: int) -> Iterat
         ConfigError: ``gradient_accumulation_steps`` is below 1.
     """
     if gradient_accumulation_steps < 1:
-        raise ConfigError(f"{gradient_accumulation_steps=}: expected 1 or more")
-    group: list[Item] = []
-    for batch in batches:
-        group.append(batch)
-        if len(group) == gradient_accumulation_steps:
-            yield group
-            group = []
-    if group:
+        raise ConfigError.of("gradient_accumulation_steps", gradient_accumulation_steps, "expected 1 or more")
+    iterator = iter(batches)
+    while group := list(islice(iterator, gradient_accumulation_steps)):
         yield group
+
+
+def wrong_world(world: World, ranks: str) -> ConfigError:
+    """Return the error for a loader that is for other ranks than these."""
+    message = (
+        f"the loader is for rank {world.rank} of {world.size}, but {ranks}: build the loader when "
+        "torch.distributed is initialised, or pass world="
+    )
+    return ConfigError(message, setting="world", value=(world.rank, world.size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +168,20 @@ class Evaluation:
         return float(torch.tensor(self.loss, dtype=torch.float64).exp())
 
 
+@contextmanager
+def evaluation_mode(*modules: torch.nn.Module) -> Iterator[None]:
+    """Run modules in evaluation mode without gradients; restore the mode of each of their modules."""
+    training = [child for module in modules for child in module.modules() if child.training]
+    try:
+        for module in modules:
+            module.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for child in training:
+            child.training = True
+
+
 def evaluate(model: torch.nn.Module, loader: Loader, group: dist.ProcessGroup | None = None) -> Evaluation:
     """Return the mean loss over all supervised tokens of a loader's rows, on all ranks.
 
@@ -179,29 +198,19 @@ def evaluate(model: torch.nn.Module, loader: Loader, group: dist.ProcessGroup | 
         ConfigError: the rows have no supervised token, the loader is for another number of ranks, or the
             model runs another attention than the batches are for.
     """
-    world = loader.world
-    if has_process_group() and world.size != (ranks := dist.get_world_size(group)):
-        raise ConfigError(
-            f"the loader is for rank {world.rank} of {world.size}, but {ranks} ranks evaluate: build the "
-            "loader when torch.distributed is initialised, or pass world="
-        )
+    if has_process_group() and loader.world.size != (ranks := dist.get_world_size(group)):
+        raise wrong_world(loader.world, f"{ranks} ranks evaluate")
     if loader.cursor and loader.remaining:  # an evaluation was interrupted
         loader.set_epoch(loader.epoch + 1)
     loader.set_epoch(0)
     device = next(model.parameters()).device
     totals = torch.zeros(2, dtype=torch.float64)  # loss and tokens
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            for number, batch in enumerate(loader):
-                moved = to_device(batch, device)
-                inputs = model_inputs(moved, None if number else model)  # checking one batch is enough
-                totals[0] += token_loss(model(**inputs).logits, moved["labels"], 1).cpu()
-                totals[1] += count_batch_supervised(batch)
-    finally:
-        for module in training:
-            module.training = True
+    with evaluation_mode(model):
+        for number, batch in enumerate(loader):
+            moved = to_device(batch, device)
+            inputs = model_inputs(moved, None if number else model)  # checking one batch is enough
+            totals[0] += token_loss(model(**inputs).logits, moved["labels"], 1).cpu()
+            totals[1] += count_batch_supervised(batch)
     if has_process_group():
         totals = totals.to(reachable_device(group))
         dist.all_reduce(totals, group=group)

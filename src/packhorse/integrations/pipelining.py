@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.nn.utils.rnn import pad_sequence
 
 from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import ConfigError
 from packhorse.families.qwen_vl import RopeIndex, rope_index
-from packhorse.integrations.loss import count_batch_supervised, token_loss
+from packhorse.integrations.loss import count_batch_supervised, evaluation_mode, token_loss
 from packhorse.pp_media import VLM_PP_MEDIA_KEY, stage_vlm_media_for_pp
 from packhorse.pp_media.stage import innermost
 
@@ -89,15 +90,13 @@ def pipeline_inputs(
             below 1.
     """
     if isinstance(n_microbatches, bool) or n_microbatches < 1:
-        raise ConfigError(f"{n_microbatches=}: expected at least 1")
+        raise ConfigError.of("n_microbatches", n_microbatches, "expected at least 1")
     _check_keys(batch)
     # Contiguous, because microbatches are identified by their memory.
     ids, labels = batch["input_ids"].contiguous(), batch["labels"]
     if ids.dim() != 2 or labels.shape != ids.shape:
-        raise ConfigError(
-            f"'input_ids' of shape {tuple(ids.shape)} and 'labels' of shape {tuple(labels.shape)}: expected "
-            "[B, S] both"
-        )
+        shape = tuple(labels.shape)
+        raise ConfigError.of("labels", shape, f"expected the shape [B, S] of input_ids, {tuple(ids.shape)}")
     kwargs: dict[str, Any] = {}
     if "cu_seq_lens_q" in batch:
         kwargs["segment_starts"] = segment_starts(batch["cu_seq_lens_q"], *ids.shape)
@@ -109,11 +108,9 @@ def pipeline_inputs(
     if positions is not None:
         kwargs["position_ids"] = positions
     axes = {name: _axis(name, value, len(ids)) for name, value in kwargs.items()}
-    tokens = count_batch_supervised(batch)
+    inputs = PipelineInputs(ids, labels, kwargs, axes, count_batch_supervised(batch))
     rows = even_rows(len(ids), n_microbatches)
-    if bool((rows < 0).any()):
-        ids, labels, kwargs = _add_rows(ids, labels, kwargs, axes, rows, config)
-    return PipelineInputs(ids, labels, kwargs, axes, tokens)
+    return _add_rows(inputs, rows, config) if bool((rows < 0).any()) else inputs
 
 
 def even_rows(batch_size: int, n_microbatches: int) -> torch.Tensor:
@@ -122,24 +119,17 @@ def even_rows(batch_size: int, n_microbatches: int) -> torch.Tensor:
     7 rows for 3 microbatches: 0 1 2, 3 4 -1, 5 6 -1.
     """
     split = torch.tensor_split(torch.arange(batch_size), n_microbatches)
-    most = max(len(part) for part in split)
-    return torch.cat([torch.nn.functional.pad(part, (0, most - len(part)), value=-1) for part in split])
+    return pad_sequence(list(split), batch_first=True, padding_value=-1).flatten()
 
 
 def segment_starts(cumulative: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     """Return where documents begin, bool [B, S]: ``cu_seq_lens_q`` in a form that can be split by rows."""
-    positions = cumulative.to(torch.int64)
-    starts = torch.zeros(rows * length + 1, dtype=torch.bool, device=cumulative.device)
-    within = bool((positions >= 0).all()) and bool((positions <= rows * length).all())
-    if within:
-        starts[positions] = True
-    by_row = starts[:-1].view(rows, length)
-    if not within or not bool(starts[-1]) or not bool(by_row[:, 0].all()):
-        raise ConfigError(
-            f"cu_seq_lens_q goes from {int(positions[0])} to {int(positions[-1])} in a batch of {rows} rows "
-            f"of {length} tokens: each row must begin a document, and the last must end at {rows * length}"
-        )
-    return by_row
+    end = rows * length
+    starts = torch.isin(torch.arange(end, device=cumulative.device), cumulative).view(rows, length)
+    if (int(cumulative.min()), int(cumulative.max())) != (0, end) or not bool(starts[:, 0].all()):
+        detail = f"each of {rows} rows of {length} tokens must begin a document, the last must end at {end}"
+        raise ConfigError.of("cu_seq_lens_q", cumulative.tolist(), detail)
+    return starts
 
 
 def varlen_arguments(starts: torch.Tensor) -> dict[str, Any]:
@@ -154,11 +144,12 @@ def varlen_arguments(starts: torch.Tensor) -> dict[str, Any]:
 
 def _check_keys(batch: Mapping[str, Any]) -> None:
     if missing := [key for key in ("input_ids", "labels") if batch.get(key) is None]:
-        raise ConfigError(f"the batch has no '{missing[0]}', only {', '.join(batch)}")
+        raise ConfigError(f"the batch has no '{missing[0]}', only {', '.join(batch)}", setting=missing[0])
     if unknown := [key for key in batch if key not in _KNOWN and not key.startswith("_")]:
         raise ConfigError(
             f"the batch holds '{unknown[0]}', which stages do not take: prepare media with "
-            "packhorse.pp_media.wrap_vlm_collate_for_pp, and remove keys that the model does not need"
+            "packhorse.pp_media.wrap_vlm_collate_for_pp, and remove keys that the model does not need",
+            setting=unknown[0],
         )
 
 
@@ -167,10 +158,8 @@ def _axis(name: str, value: Any, rows: int) -> int:
     shape = tuple(getattr(value, "shape", ()))
     axis = 1 if name == "position_ids" and len(shape) == 3 else 0
     if len(shape) <= axis or shape[axis] != rows:
-        what = f"of shape {shape}" if shape else f"({type(value).__name__})"
-        raise ConfigError(
-            f"'{name}' {what} cannot be split into microbatches: expected {rows} rows along axis {axis}"
-        )
+        detail = f"a {type(value).__name__} of this shape has no {rows} rows along axis {axis}"
+        raise ConfigError.of(name, shape, f"{detail}, so it cannot be split into microbatches")
     return axis
 
 
@@ -181,12 +170,11 @@ def _positions(batch: Mapping[str, Any], rope: RopeIndex | None) -> torch.Tensor
         return None
     mask = batch.get("attention_mask")
     if "cu_seq_lens_q" in batch or (mask is not None and (not hasattr(mask, "dim") or mask.dim() != 2)):
-        raise ConfigError("a packed batch without 'position_ids': pass get_rope_index to the packed dataset")
+        detail = "a packed batch needs them: pass get_rope_index to the packed dataset"
+        raise ConfigError.of("position_ids", None, detail)
     if batch.get("mm_token_type_ids") is None:
-        raise ConfigError(
-            "the batch has media but neither 'position_ids' nor 'mm_token_type_ids', from which they are "
-            "computed: keep all tensors of the processor"
-        )
+        detail = "the positions of media are computed from them: keep all tensors of the processor"
+        raise ConfigError.of("mm_token_type_ids", None, detail)
     media = {key: torch.cat(list(parts)) for key, parts in chunks.items() if "pixel_values" not in key}
     known = {key: batch[key] for key in ("input_ids", "mm_token_type_ids")}
     arguments = {**media, **known, "attention_mask": mask}
@@ -195,29 +183,25 @@ def _positions(batch: Mapping[str, Any], rope: RopeIndex | None) -> torch.Tensor
     return torch.as_tensor(positions[0] if isinstance(positions, tuple) else positions)
 
 
-def _add_rows(
-    ids: torch.Tensor,
-    labels: torch.Tensor,
-    kwargs: Mapping[str, Any],
-    axes: Mapping[str, int],
-    rows: torch.Tensor,
-    config: PretrainedConfig,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return the batch with added rows: masks and positions of row 0, no supervised token."""
-    if wrong := [name for name, value in kwargs.items() if not isinstance(value, torch.Tensor)]:
-        raise ConfigError(
-            f"'{wrong[0]}' is a {type(kwargs[wrong[0]]).__name__}, to which no row can be added: use "
-            "a batch size that is a multiple of the microbatches, or varlen or sdpa attention"
-        )
+def _add_rows(inputs: PipelineInputs, rows: torch.Tensor, config: PretrainedConfig) -> PipelineInputs:
+    """Return the inputs with added rows: masks and positions of row 0, no supervised token."""
     added, source = rows < 0, rows.clamp(min=0)
     media = {getattr(config, name, None) for name in ("image_token_id", "video_token_id")}
     text_token = next(token for token in range(len(media) + 1) if token not in media)
-    taken = {name: value.index_select(axes[name], source.to(value.device)) for name, value in kwargs.items()}
     ids, labels = (
         value.index_select(0, source.to(value.device)).masked_fill(added[:, None].to(value.device), fill)
-        for value, fill in ((ids, text_token), (labels, IGNORE_INDEX))
+        for value, fill in ((inputs.ids, text_token), (inputs.labels, IGNORE_INDEX))
     )
-    return ids, labels, taken
+    kwargs = {}
+    for name, value in inputs.kwargs.items():
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"'{name}' is a {type(value).__name__}, to which no row can be added: use a batch size that "
+                "is a multiple of the microbatches, or varlen or sdpa attention",
+                setting=name,
+            )
+        kwargs[name] = value.index_select(inputs.axes[name], source.to(value.device))
+    return replace(inputs, ids=ids, labels=labels, kwargs=kwargs)
 
 
 # Stages.
@@ -237,6 +221,8 @@ class VlmStage(torch.nn.Module):
 
     Attributes:
         index: of the stage, of ``n_stages``.
+        is_first: whether it takes ids and media, not hidden states.
+        is_last: whether it returns logits, not hidden states.
         config: of the model.
         rope_index: the model's ``get_rope_index``, without its weights.
     """
@@ -253,6 +239,7 @@ class VlmStage(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.index, self.n_stages = index, n_stages
+        self.is_first, self.is_last = index == 0, index == n_stages - 1
         self.config = model.config if config is None else config
         self.rope_index = rope_index(model)
         # packhorse.pp_media.stage_vlm_media_for_pp sets them during a schedule call.
@@ -277,22 +264,6 @@ class VlmStage(torch.nn.Module):
         )
         if self.is_last:
             self.lm_head = model.lm_head if head is None else head
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the stage takes ids and media, not hidden states."""
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the stage returns logits, not hidden states."""
-        return self.index == self.n_stages - 1
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights and hidden states."""
-        weights: torch.Tensor = next(self.model.language_model.parameters())
-        return weights.dtype
 
     def forward(
         self,
@@ -372,30 +343,34 @@ def split_vlm(
     """
     kind = model.config.model_type
     if kind not in SPLITTABLE:
-        raise ConfigError(
-            f"cannot split a model of type '{kind}', only {', '.join(SPLITTABLE)}: write its stages yourself "
-            "and pass them their media with packhorse.pp_media.stage_vlm_media_for_pp"
+        raise ConfigError.of(
+            "model_type",
+            kind,
+            f"expected one of {', '.join(SPLITTABLE)}: write the stages of another model yourself and pass "
+            "them their media with packhorse.pp_media.stage_vlm_media_for_pp",
         )
     decoder = model.model.language_model
     total = len(decoder.layers)
     tied = n_stages > 1 and model.lm_head.weight is decoder.embed_tokens.weight
     if tied and not untie:
-        raise ConfigError(
+        raise ConfigError.of(
+            "untie",
+            untie,
             "the model ties its head to its embedding, which would be on different stages: with "
-            "split_vlm(…, untie=True) the head gets a copy of the weights and is trained separately"
+            "split_vlm(…, untie=True) the head gets a copy of the weights and is trained separately",
         )
     # Features of the vision tower's inner layers are added after the first decoder layers.
     deep = len(getattr(model.config.vision_config, "deepstack_visual_indexes", None) or ())
     numbers = _layers_per_stage(total, n_stages, deep) if layers is None else list(layers)
     if len(numbers) != n_stages or sum(numbers) != total or min(numbers, default=0) < 1:
-        raise ConfigError(
-            f"layers={numbers} for {n_stages} stages of a decoder of {total} layers: expected {n_stages} "
-            f"positive numbers with the sum {total}"
-        )
+        detail = f"{total} layers in all: expected {n_stages} positive numbers with the sum {total}"
+        raise ConfigError.of("layers", numbers, detail)
     if numbers[0] < deep:
-        raise ConfigError(
-            f"stage 0 has {numbers[0]} decoder layers, but features of the vision tower go into the first "
-            f"{deep} ('deepstack_visual_indexes'): give stage 0 at least {deep}"
+        raise ConfigError.of(
+            "layers",
+            numbers,
+            f"features of the vision tower go into the first {deep} decoder layers "
+            f"('deepstack_visual_indexes'): give stage 0 at least {deep}",
         )
     edges = pairwise([0, *accumulate(numbers)])
     options = _untie(model) if tied else {}
@@ -416,11 +391,11 @@ def _untie(model: PreTrainedModel) -> dict[str, Any]:
 def _layers_per_stage(total: int, n_stages: int, least: int) -> list[int]:
     """Return the layers of each stage, as even as possible with at least ``least`` on stage 0."""
     if n_stages < 1:
-        raise ConfigError(f"{n_stages=}: expected at least 1")
-    first = max(-(-total // n_stages), least)
-    if n_stages == 1 or first == -(-total // n_stages):
-        return [len(part) for part in torch.tensor_split(torch.arange(total), n_stages)]
-    return [first, *(len(part) for part in torch.tensor_split(torch.arange(total - first), n_stages - 1))]
+        raise ConfigError.of("n_stages", n_stages, "expected at least 1")
+    even = [len(part) for part in torch.tensor_split(torch.arange(total), n_stages)]
+    if n_stages == 1 or even[0] >= least:
+        return even
+    return [least, *(len(part) for part in torch.tensor_split(torch.arange(total - least), n_stages - 1))]
 
 
 # Running batches.
@@ -463,24 +438,30 @@ class VlmPipeline:
         loss_fn: Loss = token_loss,
         hidden_dtype: torch.dtype | None = None,
     ) -> None:
-        if not parts or isinstance(n_microbatches, bool) or n_microbatches < 1:
-            raise ConfigError(f"{len(parts)} stages, {n_microbatches=}: expected at least one of each")
+        if not parts:
+            raise ConfigError("parts is empty: expected at least one stage", setting="parts")
+        if isinstance(n_microbatches, bool) or n_microbatches < 1:
+            raise ConfigError.of("n_microbatches", n_microbatches, "expected at least 1")
         if "kwargs_chunk_spec" not in inspect.signature(schedule).parameters:
-            raise ConfigError(
-                f"{schedule.__name__} takes no kwargs_chunk_spec, the axis along which positions are "
-                "split: use ScheduleInterleaved1F1B, Schedule1F1B or ScheduleGPipe"
+            raise ConfigError.of(
+                "schedule",
+                schedule.__name__,
+                "it takes no kwargs_chunk_spec, the axis along which positions are split: use "
+                "ScheduleInterleaved1F1B, Schedule1F1B or ScheduleGPipe",
             )
         self.single = issubclass(schedule, PipelineScheduleSingle)
         if self.single and len(parts) > 1:
-            raise ConfigError(
-                f"{schedule.__name__} runs one stage per rank, not {len(parts)}: use an interleaved "
-                "schedule, or split the model into as many stages as there are ranks"
+            raise ConfigError.of(
+                "schedule",
+                schedule.__name__,
+                f"it runs one stage per rank, not {len(parts)}: use an interleaved schedule, or split the "
+                "model into as many stages as there are ranks",
             )
         self.parts, self.n_microbatches, self.schedule = list(parts), n_microbatches, schedule
         self.device, self.group, self.hidden_dtype = torch.device(device), group, hidden_dtype
         self.inner: list[VlmStage] = [innermost(part) for part in parts]
         self.info = PipelineInfo(self.inner[0].is_first, any(part.is_last for part in self.inner))
-        self._loss = _StepLoss(loss_fn)
+        self._loss_fn, self._tokens = loss_fn, 1
         self._schedules: dict[bool, tuple[Any, Any]] = {}
 
     def step(self, batch: dict[str, Any], tokens: int | None = None) -> torch.Tensor | None:
@@ -501,20 +482,9 @@ class VlmPipeline:
         return self._run(batch, tokens, train=True)
 
     def eval(self, batch: dict[str, Any], tokens: int | None = None) -> torch.Tensor | None:
-        """Return the loss of one batch in evaluation mode without gradients, see :meth:`step`.
-
-        Restores the mode of every module.
-        """
-        modules = [module for part in self.parts for module in part.modules()]
-        training = [module.training for module in modules]
-        try:
-            for part in self.parts:
-                part.eval()
-            with torch.no_grad():
-                return self._run(batch, tokens, train=False)
-        finally:
-            for module, mode in zip(modules, training, strict=True):
-                module.training = mode
+        """Return the loss of one batch in evaluation mode without gradients, see :meth:`step`."""
+        with evaluation_mode(*self.parts):
+            return self._run(batch, tokens, train=False)
 
     def _run(self, batch: dict[str, Any], tokens: int | None, *, train: bool) -> torch.Tensor | None:
         chunks = batch.get(VLM_PP_MEDIA_KEY) or {}
@@ -522,11 +492,13 @@ class VlmPipeline:
         if counts - {self.n_microbatches}:
             raise ConfigError(
                 f"the media of the batch were split for {sorted(counts)} microbatches, the schedule has "
-                f"{self.n_microbatches}: pass the same number to wrap_vlm_collate_for_pp"
+                f"n_microbatches={self.n_microbatches}: pass the same number to wrap_vlm_collate_for_pp",
+                setting="n_microbatches",
+                value=self.n_microbatches,
             )
         first = self.inner[0]
         inputs = pipeline_inputs(batch, self.n_microbatches, first.rope_index, first.config)
-        self._loss.tokens = inputs.tokens if tokens is None else tokens
+        self._tokens = inputs.tokens if tokens is None else tokens
         losses: list[torch.Tensor] = []
         sent = inputs.to(self.device)
         arguments = (sent.ids,) if self.info.has_first_stage else ()
@@ -556,7 +528,7 @@ class VlmPipeline:
         schedule = self.schedule(
             stages[0] if self.single else stages,
             n_microbatches=self.n_microbatches,
-            loss_fn=self._loss,
+            loss_fn=self._step_loss,
             kwargs_chunk_spec=TensorChunkSpec.from_dict(inputs.axes),
             scale_grads=False,  # the loss is divided by the tokens of the whole batch
         )
@@ -565,7 +537,7 @@ class VlmPipeline:
 
     def _stage(self, part: torch.nn.Module, inner: VlmStage, rows: int, length: int) -> PipelineStage:
         text = inner.config.get_text_config()
-        dtype = inner.dtype if self.hidden_dtype is None else self.hidden_dtype
+        dtype = self.hidden_dtype or next(inner.model.language_model.parameters()).dtype
         ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(rows, length, text.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         logits = torch.empty(rows, length, text.vocab_size, dtype=dtype, device="meta", requires_grad=True)
@@ -579,12 +551,6 @@ class VlmPipeline:
             group=self.group,
         )
 
-
-class _StepLoss:
-    """A loss with the tokens of the whole step, so that the sum over microbatches is their mean."""
-
-    def __init__(self, of_tokens: Loss) -> None:
-        self.of_tokens, self.tokens = of_tokens, 1
-
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.of_tokens(logits, labels, self.tokens)
+    def _step_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return a part of the loss with the tokens of the whole step: the sum of all parts is their mean."""
+        return self._loss_fn(logits, labels, self._tokens)

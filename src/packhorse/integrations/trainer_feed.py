@@ -10,7 +10,7 @@ import torch
 from packhorse.collate.packed import check_takes_batches_of
 from packhorse.errors import ConfigError
 from packhorse.families.models import UNCHECKED, attention_of, check_packable, models_in, unwrap
-from packhorse.integrations.loss import count_supervised
+from packhorse.integrations.loss import count_supervised, wrong_world
 from packhorse.types import Batch
 
 if TYPE_CHECKING:
@@ -24,21 +24,19 @@ def check_world(
 
     Also if ``shard_data`` is set, but only the first rank saves its state (``saved_by_all``).
     """
-    world = loader.world
-    if (world.rank, world.size) != (rank, size):
-        raise ConfigError(
-            f"the loader is for rank {world.rank} of {world.size}, but rank {rank} of {size} trains: build "
-            "the loader when torch.distributed is initialised, or pass world="
-        )
+    if (loader.world.rank, loader.world.size) != (rank, size):
+        raise wrong_world(loader.world, f"rank {rank} of {size} trains")
     if loader.config.shard_data and size > 1 and not saved_by_all:
-        raise ConfigError(
-            "shard_data=True: each rank's loader has its own state, but checkpoints hold only one. Remove "
-            "shard_data"
+        raise ConfigError.of(
+            "shard_data",
+            True,
+            "each rank's loader has its own state, but checkpoints hold only one. Remove shard_data",
         )
-    if loader.config.gradient_accumulation_steps != gradient_accumulation_steps:
-        raise ConfigError(
-            f"{gradient_accumulation_steps} micro-batches are accumulated, but the loader has "
-            f"gradient_accumulation_steps={loader.config.gradient_accumulation_steps}: use the same"
+    if (loaders := loader.config.gradient_accumulation_steps) != gradient_accumulation_steps:
+        raise ConfigError.of(
+            "gradient_accumulation_steps",
+            gradient_accumulation_steps,
+            f"the loader has gradient_accumulation_steps={loaders}: use the same",
         )
 
 
@@ -106,8 +104,7 @@ class TrainerFeed:
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state after the last trained batch."""
         consumed = None if self.trained == self.delivered else self.trained
-        state: dict[str, Any] = self.loader.state_dict(consumed=consumed)
-        return state
+        return self.loader.state_dict(consumed=consumed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume after what was trained."""

@@ -75,7 +75,8 @@ class TrainFromLoader:
         if self.compute_loss_func is not None:  # type: ignore[attr-defined]
             raise ConfigError(
                 "compute_loss_func is set, but TrainFromLoader computes the loss. Remove it, or override "
-                "compute_loss in your class"
+                "compute_loss in your class",
+                setting="compute_loss_func",
             )
         check_router_loss(getattr(self.model, "config", None))  # type: ignore[attr-defined]
         self._check_metrics(self.eval_dataset)  # type: ignore[attr-defined]
@@ -99,7 +100,10 @@ class TrainFromLoader:
             last = _last_checkpoint(Path(str(args.output_dir)))
             if last is None:
                 raise ConfigError(
-                    f"resume_from_checkpoint=True, but there is no checkpoint in {args.output_dir}"
+                    f"resume_from_checkpoint=True, but there is no checkpoint in {args.output_dir}",
+                    setting="resume_from_checkpoint",
+                    value=True,
+                    path=str(args.output_dir),
                 )
             resume_from_checkpoint = str(last)
         if resume_from_checkpoint:
@@ -119,7 +123,8 @@ class TrainFromLoader:
         if not (checkpoint / _WRITTEN_LAST).is_file():
             raise ConfigError(
                 f"{checkpoint} is incomplete: it has no {_WRITTEN_LAST} (was the run stopped while it was "
-                "written?). Resume from an earlier checkpoint"
+                "written?). Resume from an earlier checkpoint",
+                path=checkpoint,
             )
         done = int(json.loads((checkpoint / _WRITTEN_LAST).read_text())["global_step"])
         if self._requested_steps <= 0:
@@ -211,7 +216,8 @@ class TrainFromLoader:
         if self.compute_metrics is not None and any(isinstance(value, Loader) for value in datasets):  # type: ignore[attr-defined]
             raise ConfigError(
                 "compute_metrics is set, but an evaluation with a loader has the loss only: remove it, or "
-                "pass encoded samples as eval_dataset"
+                "pass encoded samples as eval_dataset",
+                setting="compute_metrics",
             )
 
     def _load_from_checkpoint(
@@ -271,18 +277,20 @@ def _check(args: TrainingArguments, loader: Loader) -> None:
     steps = args.gradient_accumulation_steps
     check_world(loader, args.process_index, args.world_size, steps, saved_by_all=True)
     if args.n_gpu > 1:
-        raise ConfigError(
-            f"one process for {args.n_gpu} GPUs (DataParallel) would split packs: start one process per GPU, "
-            "with torchrun or accelerate launch"
+        raise ConfigError.of(
+            "n_gpu",
+            args.n_gpu,
+            "one process for several GPUs (DataParallel) would split packs: start one process per GPU, with "
+            "torchrun or accelerate launch",
         )
     if args.auto_find_batch_size:
-        raise ConfigError(
-            "auto_find_batch_size=True: the loader's batches are planned, set pack_size instead"
+        raise ConfigError.of(
+            "auto_find_batch_size", True, "the loader's batches are planned, set pack_size instead"
         )
-    if args.label_smoothing_factor:
-        raise ConfigError("label_smoothing_factor: the loss of packed batches has none")
-    if getattr(args, "loss_type", "nll") != "nll":  # of trl's SFTConfig
-        raise ConfigError(f"loss_type={args.loss_type!r}: TrainFromLoader trains cross entropy ('nll') only")
+    if factor := args.label_smoothing_factor:
+        raise ConfigError.of("label_smoothing_factor", factor, "the loss of packed batches has none")
+    if (loss_type := getattr(args, "loss_type", "nll")) != "nll":  # of trl's SFTConfig
+        raise ConfigError.of("loss_type", loss_type, "TrainFromLoader trains cross entropy ('nll') only")
 
 
 def _saved_names(checkpoint: Path) -> set[str]:
@@ -303,13 +311,13 @@ def _state_file(loader: Loader) -> str:
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        state: dict[str, Any] = json.loads(path.read_text())
+        return dict(json.loads(path.read_text()))
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path.parent} has no {path.name}: expected a checkpoint of TrainFromLoader. "
-            "To start with its weights and the first epoch, load the model from it and call train()"
+            "To start with its weights and the first epoch, load the model from it and call train()",
+            path=path,
         ) from error
-    return state
 
 
 __all__ = ["LOADER_STATE", "TrainFromLoader", "honours_shift_labels", "prepare"]

@@ -1,7 +1,4 @@
-"""A loader in TRL's SFTTrainer.
-
-Importing this imports TRL.
-"""
+"""A loader in TRL's SFTTrainer; importing this imports TRL."""
 
 from __future__ import annotations
 
@@ -82,38 +79,45 @@ class SFTTrainer(TrainFromLoader, _trl.SFTTrainer):  # type: ignore[misc]
 
 def _check_arguments(model: Any, eval_dataset: Any, options: dict[str, Any]) -> None:
     if isinstance(model, str):
-        raise ConfigError(
-            f"model={model!r}: expected a model. Load it before the loader, which makes batches for it: "
+        raise ConfigError.of(
+            "model",
+            model,
+            "expected a model. Load it before the loader, which makes batches for it: "
             "AutoModelForImageTextToText.from_pretrained(…), packhorse.prepare(model), "
-            "packhorse.load(…, model=model)"
+            "packhorse.load(…, model=model)",
         )
     for name in _OF_THE_LOADER:
         if options.get(name) is not None:
-            raise ConfigError(f"{name} would have no effect: the rows are those of the loader. Remove it")
+            raise ConfigError(
+                f"{name} would have no effect: the rows are those of the loader. Remove it", setting=name
+            )
     loaders = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     if eval_dataset is not None and not all(isinstance(value, Loader) for value in loaders):
         raise ConfigError(
             f"eval_dataset is a {type(eval_dataset).__name__}: expected a loader over the validation rows "
-            "(packhorse.load), or a dict of loaders"
+            "(packhorse.load), or a dict of loaders",
+            setting="eval_dataset",
         )
 
 
 def _check_settings(args: Any, model: Any, loader: Loader) -> None:
     for name, reason in _CONTRADICTIONS.items():
         if value := getattr(args, name, None):
-            raise ConfigError(f"{name}={value!r}: remove it; {reason}")
+            raise ConfigError.of(name, value, f"remove it; {reason}")
     if getattr(args, "completion_only_loss", None) is False:
-        raise ConfigError("completion_only_loss=False: remove it; the loader supervises answers only")
+        raise ConfigError.of("completion_only_loss", False, "remove it; the loader supervises answers only")
     length, pack_size = getattr(args, "max_length", None), loader.config.pack_size
     if length not in (None, _MAX_LENGTH, pack_size):
-        raise ConfigError(
-            f"max_length={length}, but the loader has {pack_size=}: remove max_length, and set pack_size"
+        raise ConfigError.of(
+            "max_length", length, f"the loader has {pack_size=}: remove max_length, and set pack_size"
         )
     text, coefficient = model.config.get_text_config(), getattr(args, "router_aux_loss_coef", None)
     if coefficient is None:
         coefficient = getattr(text, "router_aux_loss_coef", 0.0)
     if hasattr(text, "output_router_logits") and coefficient:
-        raise ConfigError(
-            f"router_aux_loss_coef={coefficient}: TRL adds the router's auxiliary loss, which packed batches "
-            "cannot have. Set SFTConfig(router_aux_loss_coef=0.0) to train without it"
+        raise ConfigError.of(
+            "router_aux_loss_coef",
+            coefficient,
+            "TRL adds the router's auxiliary loss, which packed batches cannot have. Set "
+            "SFTConfig(router_aux_loss_coef=0.0) to train without it",
         )

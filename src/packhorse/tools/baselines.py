@@ -83,14 +83,11 @@ def group_by_length(lengths: Integers, order: Integers, batch_size: int) -> Inte
     """
     mega = max(1, min(len(order) // (batch_size * 4), MEGA_BATCH)) * batch_size
     full = len(order) // mega * mega
-    parts = [order[:full].reshape(-1, mega), order[full:].reshape(1, -1)]
-    by_length = [np.argsort(-lengths[part], axis=1, kind="stable") for part in parts]
-    grouped = np.concatenate(
-        [
-            np.take_along_axis(part, ranked, 1).reshape(-1)
-            for part, ranked in zip(parts, by_length, strict=True)
-        ]
-    )
+    parts = []
+    for part in (order[:full].reshape(-1, mega), order[full:].reshape(1, -1)):
+        by_length = np.argsort(-lengths[part], axis=1, kind="stable")
+        parts.append(np.take_along_axis(part, by_length, 1).reshape(-1))
+    grouped = np.concatenate(parts)
     if len(grouped):
         longest = int(lengths[grouped[::mega]].argmax()) * mega
         grouped[[0, longest]] = grouped[[longest, 0]]

@@ -24,8 +24,7 @@ _MAX_MEDIA = 20
 
 def media_dir_advice(meta: str, datasets: Iterable[tuple[DatasetConfig, RowFile]]) -> list[str]:
     """Return a line for each dataset that lacks a ``media_dir`` and would find its media with one."""
-    lines = [_advice(meta, config, rows) for config, rows in datasets]
-    return [line for line in lines if line is not None]
+    return [line for dataset in datasets if (line := _advice(meta, *dataset)) is not None]
 
 
 def _advice(meta: str, config: DatasetConfig, rows: RowFile) -> str | None:

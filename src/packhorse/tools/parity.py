@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from packhorse.collate.packed_dataset import PackedDatasetWrapper
 from packhorse.collate.padded import pad_collate_fn
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
+from packhorse.families import family_of
 from packhorse.families.models import attention_of, check_packable, known_problems
 from packhorse.families.qwen_vl import RopeIndex, mrope_position_ids, rope_index
 from packhorse.integrations.attention import check_attention, use_attention
@@ -42,7 +43,8 @@ class Packed:
     ) -> None:
         self.model, self.batch, self.bins, self.keys = model, dict(batch), bins, keys
         if "_packed_seq_ids" not in batch:
-            raise ConfigError("the batch has no '_packed_seq_ids' [B, S], the document of each token")
+            detail = "the batch has no '_packed_seq_ids' [B, S], the document of each token"
+            raise ConfigError(detail, setting="_packed_seq_ids")
         self.document_ids: torch.Tensor = batch["_packed_seq_ids"]
 
     def documents(self) -> Iterator[tuple[int, int, int]]:
@@ -233,11 +235,11 @@ class ParityReport:
             gradients = f"{self.gradients:.1e} apart ({limit})"
         verdict = "packed equals unpacked" if self.ok else "PACKED DOES NOT EQUAL UNPACKED"
         allowed = _describe_allowed(self.tolerance, self.floor)
-        lines = [
+        line = (
             f"{self.attention}: {verdict}. {len(self.documents)} documents, a token's loss differs by at "
             f"most {self.largest:.1e} ({allowed}), gradients {gradients}"
-        ]
-        return "\n".join([*lines, *(f"likely cause: {cause}" for cause in self.causes)])
+        )
+        return "\n".join([line, *(f"likely cause: {cause}" for cause in self.causes)])
 
 
 def _describe_allowed(tolerance: float, floor: float | None) -> str:
@@ -287,10 +289,12 @@ def check_parity(
     if not unchecked:
         check_packable(model, measured=True)
     if not 1 <= rows < len(samples):
-        raise ConfigError(f"{len(samples)} samples for {rows} packs: expected more samples than packs")
+        detail = f"{len(samples)} samples for {rows} packs: expected more samples than packs ({rows=})"
+        raise ConfigError(detail, setting="rows", value=rows)
     names = [str(index) for index in range(len(samples))] if keys is None else list(keys)
     if len(names) != len(samples):
-        raise ConfigError(f"{len(names)} keys for {len(samples)} samples: expected one for each")
+        detail = f"{len(names)} keys for {len(samples)} samples: expected one for each"
+        raise ConfigError(detail, setting="keys", value=names)
     why_no_gradients = "" if gradients else "not requested"
     if gradients and attn_implementation == "flex_attention" and model.device.type == "cpu":
         gradients, why_no_gradients = False, "flex_attention has no backward pass on a CPU: check on a GPU"
@@ -327,30 +331,22 @@ def check_parity(
     return replace(report, causes=causes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Alone:
+class _Alone(NamedTuple):
     """A sample alone: losses of its visible tokens, and their labels."""
 
     losses: torch.Tensor
     labels: torch.Tensor
 
 
-class EncodedSamples:
+class EncodedSamples(list[Mapping[str, Any]]):
     """Encoded samples and their family."""
 
     def __init__(self, samples: Sequence[Mapping[str, Any]], processor: Any) -> None:
-        from packhorse.families import family_of
-
         if not all("input_ids" in sample for sample in samples):
             encoded = PreTokenizedDatasetWrapper(samples, processor, on_bad="raise", ledger=Ledger())
             samples = [encoded[index] for index in range(len(samples))]  # once: they are run several times
-        self.samples, self.family = samples, family_of(processor)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self.samples[index]
+        super().__init__(samples)
+        self.family = family_of(processor)
 
 
 def _pack_batch(
@@ -362,17 +358,15 @@ def _pack_batch(
     attention: str,
     collate: Collate | None,
 ) -> dict[str, Any]:
-    tokens = sum(len(sample["input_ids"]) for sample in encoded.samples)
+    tokens = sum(len(sample["input_ids"]) for sample in encoded)
     wrapper = PackedDatasetWrapper(
         encoded, bins, tokens, pad, rope, exact=True, on_bad="raise", ledger=Ledger()
     )
     packs = [wrapper[row] for row in range(len(bins))]
     if collate is not None:
         return collate(packs)
-    dtype = model.dtype
-    return neat_packed_vlm_collater(
-        packs, pad, None, attention, pixel_dtype=dtype, mask_dtype=dtype, config=model.config
-    )
+    options = {"pixel_dtype": model.dtype, "mask_dtype": model.dtype, "config": model.config}
+    return neat_packed_vlm_collater(packs, pad, None, attention, **options)
 
 
 @contextmanager
@@ -391,8 +385,7 @@ def _evaluation_mode(model: Any) -> Iterator[None]:
             parameter.grad = gradient
 
 
-@dataclass(frozen=True, slots=True)
-class _Noise:
+class _Noise(NamedTuple):
     """Differences of correct computations, and the tolerances that follow from them."""
 
     floor: float
@@ -416,7 +409,7 @@ def _measure_noise(
     unit = torch.finfo(model.dtype).eps
     scale = max(float(sample.losses.abs().max()) for sample in alone)
     floor, gradient_floor = unit * scale, unit
-    longest = max(len(sample["input_ids"]) for sample in encoded.samples)
+    longest = max(len(sample["input_ids"]) for sample in encoded)
     for attention, length in ((_OTHER_KERNEL, None), (_REFERENCE, longest)):
         use_attention(model, attention)
         others, gradients = _run_unpacked(model, processor, encoded, bool(expected), length)
@@ -433,10 +426,10 @@ def _run_unpacked(
     model: Any, processor: Any, encoded: EncodedSamples, gradients: bool, length: int | None = None
 ) -> tuple[list[_Alone], dict[str, torch.Tensor]]:
     """Run every sample alone, padded to ``length``; also return the gradients of the mean loss."""
-    batches = []
-    for index in range(len(encoded)):
-        batch = pad_collate_fn([encoded[index]], processor, length, pixel_dtype=model.dtype)
-        batches.append(to_device(batch, model.device))
+    batches = [
+        to_device(pad_collate_fn([sample], processor, length, pixel_dtype=model.dtype), model.device)
+        for sample in encoded
+    ]
     supervised = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches)
     if not supervised:
         raise ConfigError("no token of the samples is supervised: there is no loss to compare")

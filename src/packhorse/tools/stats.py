@@ -36,12 +36,12 @@ from packhorse.count.sidecar import data_source
 from packhorse.errors import BadSample, ConfigError
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.estimate import ColumnsBuilder, estimate_lengths
-from packhorse.formats.meta import Meta, read_meta
+from packhorse.formats.meta import DatasetConfig, Meta, read_meta
 from packhorse.formats.sharegpt import convert_row
 from packhorse.media import image_size
-from packhorse.rows.row_files import Row, RowFile, gc_paused, open_rows
+from packhorse.rows.row_files import RowFile, gc_paused, open_rows
 from packhorse.rows.selection import row_key
-from packhorse.types import MEDIA_KINDS, Conversation
+from packhorse.types import MEDIA_KINDS
 from packhorse.utils.files import Fingerprint
 from packhorse.utils.pool import Engine
 from packhorse.utils.progress import OnProgress, Progress
@@ -176,11 +176,12 @@ def compute_stats(
         ConfigError: the meta file, a data file, the processor or a media folder is missing or invalid.
     """
     started = time.monotonic()
-    if not read_meta(meta, dataset_names):
-        raise ConfigError(f"{meta}: it lists no dataset")
+    configs = read_meta(meta, dataset_names)
+    if not configs:
+        raise ConfigError(f"{meta}: it lists no dataset", path="" if isinstance(meta, Mapping) else meta)
     if processor is None:
         progress = progress or Progress("estimating")
-        datasets = tuple(_estimate_datasets(meta, dataset_names, engine, index_dir, progress, longest))
+        datasets = tuple(_estimate_datasets(configs, engine, index_dir, progress, longest))
         return StatsReport(datasets, True, -1, "", 0, time.monotonic() - started)
     report = count_meta(
         meta,
@@ -192,13 +193,12 @@ def compute_stats(
         index_dir=index_dir,
         progress=progress,
     )
-    is_path = isinstance(processor, str | os.PathLike)
-    name = os.fspath(processor) if is_path else type(processor).__name__
+    name = processor if isinstance(processor, str | os.PathLike) else type(processor).__name__
     return StatsReport(
         tuple(_stats_of_counts(counted, longest) for counted in report.files),
         False,
         int(report.totals()["off_by"]),
-        name,
+        os.fspath(name),
         report.counted_rows,
         time.monotonic() - started,
     )
@@ -286,14 +286,12 @@ def _merge(name: str, file: str, parts: Sequence[DatasetStats], longest: int = _
 
 
 def _estimate_datasets(
-    meta: Meta,
-    dataset_names: Sequence[str] | None,
+    configs: Sequence[DatasetConfig],
     engine: Engine | None,
     index_dir: str | None,
     progress: OnProgress,
     longest: int,
 ) -> Iterator[DatasetStats]:
-    configs = read_meta(meta, dataset_names)
     for config in configs:
         check_media_dir(config)
     files = [open_rows(with_absolute_paths(config).file_name, index_dir) for config in configs]
@@ -320,12 +318,20 @@ def _estimate_part(task: PartTask, longest: int) -> DatasetStats:
     good: list[int] = []
     with gc_paused():
         for index, row in enumerate(rows.read(range(task.first, task.stop)), task.first):
+            key, config = row_key(task.config.name, index), task.config
             try:
-                conversation = _add_row(row, row_key(task.config.name, index), task, columns, values)
+                if isinstance(row, BadSample):
+                    raise row
+                example = convert_row(row, config.rules, key=key, dataset=config.name, record=ignore_drop)
+                conversation = parse_conversation(example, key)
+                sides = [max(image_size(ref.source)) for ref in conversation.media if ref.kind == "image"]
+                columns.add(example)
             except BadSample as error:
                 bad[error.reason] += 1
                 continue
             good.append(index)
+            values["media_per_row"].append(len(conversation.media))
+            values["image_side"] += sides
             kinds = Counter(ref.kind for ref in conversation.media)
             for kind in MEDIA_KINDS:
                 media[f"{kind}s"].append(kinds[kind])
@@ -338,17 +344,3 @@ def _estimate_part(task: PartTask, longest: int) -> DatasetStats:
     values |= {"tokens": total, "visual_tokens": visual, "supervised_tokens": supervised}
     values["supervised_percent"] = 100 * supervised // np.maximum(total, 1)
     return _part_stats(task.stop - task.first, bad, media, values, good, longest)
-
-
-def _add_row(
-    row: Row | BadSample, key: str, task: PartTask, columns: ColumnsBuilder, values: dict[str, Any]
-) -> Conversation:
-    if isinstance(row, BadSample):
-        raise row
-    example = convert_row(row, task.config.rules, key=key, dataset=task.config.name, record=ignore_drop)
-    conversation = parse_conversation(example, key)
-    sides = [max(image_size(ref.source)) for ref in conversation.media if ref.kind == "image"]
-    columns.add(example)
-    values["media_per_row"].append(len(conversation.media))
-    values["image_side"] += sides
-    return conversation

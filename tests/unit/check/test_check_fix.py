@@ -20,6 +20,7 @@ from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.tools.check import Fixed, check_meta, write_fixed
 from packhorse.types import Reason
+from raising import raises_config
 
 
 def fixed_copy(meta: Path, folder: Path, *, drop_duplicates: bool = False, **settings: Any) -> Fixed:
@@ -138,13 +139,13 @@ def test_duplicates_stay_unless_they_are_to_be_dropped(tmp_path: Path) -> None:
 def test_the_folder_must_be_new_or_empty(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [text_row(1)])
     meta = write_meta(tmp_path, {"rows": {"file_name": "rows.jsonl"}})
-    with pytest.raises(ConfigError, match="is not empty"):
+    with raises_config(path=tmp_path, match="is not empty"):
         fixed_copy(meta, tmp_path)
-    with pytest.raises(ConfigError, match="cannot be written to"):
+    with raises_config(path=tmp_path / "rows.jsonl", match="cannot be written to"):
         fixed_copy(meta, tmp_path / "rows.jsonl")
     (tmp_path / "empty").mkdir()
     assert fixed_copy(meta, tmp_path / "empty").datasets[0].kept == 1
-    with pytest.raises(ConfigError, match="repair=True"):
+    with raises_config("repair", False):
         write_fixed(check_meta(meta), tmp_path / "other")
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
@@ -154,7 +155,7 @@ def test_a_file_that_changes_after_the_check_is_not_copied_from(tmp_path: Path) 
     meta = write_meta(tmp_path, {"rows": {"file_name": "rows.jsonl"}})
     report = check_meta(meta, repair=True)
     write_rows(tmp_path / "rows.jsonl", [text_row(12), text_row(2)])
-    with pytest.raises(ConfigError, match="has changed since it was checked"):
+    with raises_config(path=tmp_path / "rows.jsonl", match="has changed since it was checked"):
         write_fixed(report, tmp_path / "clean")
     assert not (tmp_path / "clean").exists()
 

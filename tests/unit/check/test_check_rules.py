@@ -12,9 +12,9 @@ from planted import MAX_LENGTH, image_row, make_image, text_row, turns, write_cl
 
 from contract.processors import build, processor
 from count_samples import write_meta, write_rows
-from packhorse.errors import ConfigError
 from packhorse.tools.check import RULES, CheckReport, check_meta
 from packhorse.utils.pool import LocalEngine
+from raising import raises_config
 
 
 def by_row(report: CheckReport) -> dict[int | None, set[str]]:
@@ -252,10 +252,14 @@ def test_a_rule_can_be_ignored_and_an_unknown_one_is_rejected(tmp_path: Path) ->
     report = check_meta(meta, ignore=["empty_conversation", "duplicate_conversation"])
     assert list(report.findings()) == []
     assert report.skipped_rules()["empty_conversation"] == "ignored"
-    with pytest.raises(ConfigError, match=r"no rule empty \(did you mean 'empty_turn'\?\); there are"):
+    with raises_config("ignore", ["empty"], match=r"\(did you mean 'empty_turn'\?\); there are"):
         check_meta(meta, ignore=["empty"])
-    with pytest.raises(ConfigError, match="max_length=5: expected"):
+    with raises_config("max_length", 5):
         check_meta(meta, max_length=5)
+    with raises_config("part_rows", 0):
+        check_meta(meta, part_rows=0)
+    with raises_config(match="it lists no dataset"):
+        check_meta({})
 
 
 def test_two_datasets_of_one_file_are_noted(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from noise_floor import largest_difference, noise_floor
 from packhorse.collate_fns import model_inputs
 from packhorse.errors import ConfigError
 from packhorse.types import World
+from raising import raises_bad_sample, raises_config
 
 make_torchvision_importable()
 
@@ -113,7 +114,7 @@ def test_the_mode_comes_back_after_an_error_too(model: Any, tmp_path: Path) -> N
     loader = make_loader(model, examples, on_bad="raise")
     examples[1]["conversation"][0]["content"][0]["image"] = str(tmp_path / "gone.png")
     model.train()
-    with pytest.raises(packhorse.BadSample, match=r"gone\.png"):
+    with raises_bad_sample("missing_media", match=r"gone\.png"):
         packhorse.evaluate(model, loader)
     assert model.training
 
@@ -167,5 +168,5 @@ def test_several_loaders_are_logged_by_name(model: Any, tmp_path: Path) -> None:
 
 
 def test_metrics_on_predictions_raise_because_a_loader_has_none(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="compute_metrics is set"):
+    with raises_config("compute_metrics"):
         make_trainer(model, tmp_path, make_loader(model), compute_metrics=lambda _: {})

@@ -14,6 +14,7 @@ from packhorse.errors import ConfigError
 from packhorse.integrations.loss import count_batch_supervised
 from packhorse.integrations.trainer_feed import StepFeed, TrainerFeed, check_world
 from packhorse.types import World
+from raising import raises_config
 
 make_torchvision_importable()
 
@@ -124,22 +125,19 @@ def test_an_epoch_that_goes_on_in_other_steps_is_as_long_as_what_was_and_what_co
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "gradient_accumulation_steps", "match"),
-    [
-        (0, 2, 2, "rank 0 of 1, but rank 0 of 2 trains"),
-        (0, 1, 4, "4 micro-batches are accumulated, but the loader has gradient_accumulation_steps=2"),
-    ],
+    ("rank", "size", "gradient_accumulation_steps", "setting", "value"),
+    [(0, 2, 2, "world", (0, 1)), (0, 1, 4, "gradient_accumulation_steps", 4)],
 )
 def test_a_loader_for_others_is_rejected(
-    rank: int, size: int, gradient_accumulation_steps: int, match: str
+    rank: int, size: int, gradient_accumulation_steps: int, setting: str, value: Any
 ) -> None:
-    with pytest.raises(ConfigError, match=match):
+    with raises_config(setting, value):
         check_world(loader(), rank, size, gradient_accumulation_steps)
 
 
 def test_rows_of_its_own_are_rejected_where_only_the_first_rank_saves() -> None:
     config = SimpleNamespace(shard_data=True, gradient_accumulation_steps=1)
     own = SimpleNamespace(world=World(1, 2), config=config)
-    with pytest.raises(ConfigError, match="Remove shard_data"):
+    with raises_config("shard_data", True):
         check_world(own, 1, 2, 1)
     check_world(own, 1, 2, 1, saved_by_all=True)

@@ -16,9 +16,9 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, split_args_
 from contract.tiny_models import tiny_model, with_layers
 from noise_floor import largest_difference, noise_floor, relative_difference
 from packhorse.collate.masks import document_block_mask, find_segments
-from packhorse.errors import ConfigError
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.pipelining import (
+    PipelineInputs,
     VlmPipeline,
     _add_rows,
     even_rows,
@@ -28,6 +28,7 @@ from packhorse.integrations.pipelining import (
     varlen_arguments,
 )
 from packhorse.pp_media import VLM_PP_MEDIA_KEY, prepare_vlm_media_for_pp
+from raising import raises_config
 
 CONFIG = SimpleNamespace(image_token_id=0, video_token_id=1)
 
@@ -102,7 +103,7 @@ def test_where_documents_begin_can_be_split_and_put_together_again() -> None:
 
 @pytest.mark.parametrize("places", [[0, 4, 8, 12], [0, 6], [0, 6, 13], [1, 6, 12]])
 def test_documents_that_cross_rows_cannot_be_split(places: list[int]) -> None:
-    with pytest.raises(ConfigError, match="cu_seq_lens_q goes from"):
+    with raises_config("cu_seq_lens_q", places):
         segment_starts(torch.tensor(places, dtype=torch.int32), 2, 6)
 
 
@@ -114,13 +115,13 @@ def test_a_block_mask_is_split_by_rows_but_no_row_can_be_added_to_it() -> None:
     _, kwargs = split_args_kwargs_into_chunks((), made.kwargs, 2, None, TensorChunkSpec.from_dict(made.axes))
     dense = batch["attention_mask"].to_dense()
     assert torch.equal(torch.cat([part["attention_mask"].to_dense() for part in kwargs]), dense)
-    with pytest.raises(ConfigError, match="is a PackedBlockMask, to which no row can be added"):
+    with raises_config("attention_mask", match="PackedBlockMask, to which no row can be added"):
         pipeline_inputs(batch, 3, None, CONFIG)
 
 
 @pytest.mark.parametrize("number", [0, -1, True])
 def test_no_microbatches_are_rejected(number: Any) -> None:
-    with pytest.raises(ConfigError, match=r"n_microbatches=.*expected at least 1"):
+    with raises_config("n_microbatches", number):
         pipeline_inputs(batch_of(2), number, None, CONFIG)
 
 
@@ -136,35 +137,38 @@ def test_rows_are_added_on_the_device_of_the_batch() -> None:
         ids = torch.zeros(3, 6, dtype=torch.int64, device="cuda:0")
         mask = torch.zeros(3, 1, 6, 6, dtype=torch.bool, device="cuda:0")
         rows = even_rows(3, 2)
-        made = _add_rows(ids, ids, {"attention_mask": mask}, {"attention_mask": 0}, rows, CONFIG)
-    for tensor in (*made[:2], made[2]["attention_mask"]):
+        inputs = PipelineInputs(ids, ids, {"attention_mask": mask}, {"attention_mask": 0}, 0)
+        made = _add_rows(inputs, rows, CONFIG)
+    for tensor in (made.ids, made.labels, made.kwargs["attention_mask"]):
         assert tensor.device.type == "cuda"
         assert len(tensor) == 4
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("key", "tensor", "shape", "match"),
     [
-        ({"labels": torch.zeros(2, 5)}, r"'input_ids' of shape \(2, 6\) and 'labels' of shape \(2, 5\)"),
-        ({"pixel_values": torch.rand(4, 3)}, "'pixel_values', which stages do not take"),
-        ({"seq_lens": torch.ones(2, 3)}, "'seq_lens', which stages do not take"),
-        ({"attention_mask": torch.ones(1, 6)}, r"'attention_mask' of shape \(1, 6\) cannot be split"),
-        ({"position_ids": torch.ones(3, 1, 6)}, r"'position_ids' of shape \(3, 1, 6\).*2 rows along axis 1"),
-        ({"attention_mask": {"full_attention": 1}}, r"'attention_mask' \(dict\) cannot be split"),
-        ({"labels": None}, "no 'labels'"),
+        ("labels", torch.zeros(2, 5), (2, 5), r"input_ids, \(2, 6\)"),
+        ("pixel_values", torch.rand(4, 3), None, "which stages do not take"),
+        ("seq_lens", torch.ones(2, 3), None, "which stages do not take"),
+        ("attention_mask", torch.ones(1, 6), (1, 6), "cannot be split"),
+        ("position_ids", torch.ones(3, 1, 6), (3, 1, 6), "2 rows along axis 1"),
+        ("attention_mask", {"full_attention": 1}, (), "a dict .* cannot be split"),
+        ("labels", None, None, "no 'labels'"),
     ],
 )
-def test_what_stages_cannot_be_given_is_rejected(more: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        pipeline_inputs({**batch_of(2), **more}, 2, None, CONFIG)
+def test_what_stages_cannot_be_given_is_rejected(
+    key: str, tensor: Any, shape: tuple[int, ...] | None, match: str
+) -> None:
+    with raises_config(key, shape, match=match):
+        pipeline_inputs({**batch_of(2), key: tensor}, 2, None, CONFIG)
 
 
 def test_media_without_positions_need_token_types_and_packs_need_positions() -> None:
     media = {VLM_PP_MEDIA_KEY: {"image_grid_thw": [torch.ones(1, 3), torch.ones(0, 3)]}}
-    with pytest.raises(ConfigError, match="neither 'position_ids' nor 'mm_token_type_ids'"):
+    with raises_config("mm_token_type_ids"):
         pipeline_inputs(batch_of(2, **media), 2, lambda **given: given, CONFIG)
     mask = torch.ones(2, 1, 6, 6, dtype=torch.bool)
-    with pytest.raises(ConfigError, match="a packed batch without 'position_ids'"):
+    with raises_config("position_ids"):
         pipeline_inputs(batch_of(2, attention_mask=mask, **media), 2, lambda **given: given, CONFIG)
 
 
@@ -197,20 +201,20 @@ def test_layers_that_take_visual_features_stay_on_stage_0() -> None:
     model = with_layers("qwen3_vl", 4)
     model.config.vision_config.deepstack_visual_indexes = [0, 0, 1]
     assert [len(part.model.language_model.layers) for part in split_vlm(model, 2)] == [3, 1]
-    with pytest.raises(ConfigError, match=r"stage 0 has 2 decoder layers.*the first 3.*at least 3"):
+    with raises_config("layers", [2, 2], match=r"the first 3.*at least 3"):
         split_vlm(model, 2, [2, 2])
 
 
 @pytest.mark.parametrize("layers", [[1], [2, 1], [0, 2], [1, 1, 0]])
 def test_layers_with_another_sum_are_rejected(layers: list[int]) -> None:
-    with pytest.raises(ConfigError, match="expected 2 positive numbers with the sum 2"):
+    with raises_config("layers", layers, match="expected 2 positive numbers with the sum 2"):
         split_vlm(tiny_model("qwen2_vl"), 2, layers)
 
 
 def test_more_stages_than_layers_and_no_stages_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="expected 3 positive numbers with the sum 2"):
+    with raises_config("layers", [1, 1, 0], match="expected 3 positive numbers with the sum 2"):
         split_vlm(tiny_model("qwen2_vl"), 3)
-    with pytest.raises(ConfigError, match="n_stages=0"):
+    with raises_config("n_stages", 0):
         split_vlm(tiny_model("qwen2_vl"), 0)
 
 
@@ -257,9 +261,9 @@ def test_a_head_that_is_not_tied_is_not_copied() -> None:
 
 
 def test_tied_embeddings_and_other_models_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"split_vlm\(…, untie=True\)"):
+    with raises_config("untie", False):
         split_vlm(tied_model("qwen2_vl"), 2)
-    with pytest.raises(ConfigError, match="cannot split a model of type 'gemma3'"):
+    with raises_config("model_type", "gemma3"):
         split_vlm(tiny_model("gemma3"), 2)
 
 
@@ -269,22 +273,22 @@ def test_tied_embeddings_and_other_models_are_rejected() -> None:
 def test_a_batch_prepared_for_other_microbatches_is_rejected() -> None:
     pipeline = VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 1), 2, ScheduleGPipe)
     batch = batch_of(3, **{VLM_PP_MEDIA_KEY: {"pixel_values": [torch.rand(1, 3)] * 3}})
-    with pytest.raises(ConfigError, match=r"split for \[3\] microbatches, the schedule has 2"):
+    with raises_config("n_microbatches", 2, match=r"split for \[3\] microbatches"):
         pipeline.step(batch)
 
 
 def test_two_stages_on_a_schedule_of_one_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="ScheduleGPipe runs one stage per rank, not 2"):
+    with raises_config("schedule", "ScheduleGPipe", match="one stage per rank, not 2"):
         VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 2), 2, ScheduleGPipe)
     for number in (0, True):
-        with pytest.raises(ConfigError, match="n_microbatches="):
+        with raises_config("n_microbatches", number):
             VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 1), number, ScheduleGPipe)
+    with raises_config("parts"):
+        VlmPipeline([], 2, ScheduleGPipe)
 
 
 def test_a_schedule_without_kwargs_chunk_spec_is_rejected() -> None:
-    with pytest.raises(
-        ConfigError, match=r"ScheduleLoopedBFS takes no kwargs_chunk_spec.*ScheduleInterleaved1F1B"
-    ):
+    with raises_config("schedule", "ScheduleLoopedBFS", match="kwargs_chunk_spec.*ScheduleInterleaved1F1B"):
         VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 2), 2, ScheduleLoopedBFS)
 
 
@@ -414,6 +418,6 @@ def test_evaluation_is_in_evaluation_mode_without_gradients_and_gives_the_mode_b
         noise_floor(wanted, other),
         largest_difference(dropped, wanted),
     )
-    with pytest.raises(ConfigError):
+    with raises_config("labels"):
         pipeline.eval({**batch, "labels": None})
     assert [module.training for module in part.modules()] == modes, "after an exception too"

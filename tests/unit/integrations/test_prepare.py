@@ -20,6 +20,7 @@ from packhorse.integrations.attention import (
     unsupported_features,
 )
 from packhorse.integrations.transformers import prepare as prepare_for_any
+from raising import raises_config
 
 make_torchvision_importable()
 
@@ -85,7 +86,7 @@ def test_auto_takes_the_fastest_backend_that_is_right(info: AttentionInfo, expec
     order = BEST_ON_CUDA if info.device == "cuda" else BEST_ELSEWHERE
     for faster in order[: order.index(expected)]:
         assert unsupported_features(info, faster)
-        with pytest.raises(ConfigError, match=f"^{faster} is wrong here"):
+        with raises_config("attn_implementation", faster, match="wrong here"):
             choose_attention(info, faster)
 
 
@@ -96,23 +97,21 @@ def test_auto_considers_every_backend_that_batches_are_made_for() -> None:
 
 def test_a_window_that_no_document_is_longer_than_is_none() -> None:
     info = gpu(window=4096, dropout=0.1, flash=False)
-    with pytest.raises(ConfigError, match="window of 4,096 tokens"):
+    with raises_config("attn_implementation", "auto", match="window of 4,096 tokens"):
         choose_attention(info)
-    with pytest.raises(ConfigError, match="up to 4,097 tokens"):
+    with raises_config("attn_implementation", "auto", match="up to 4,097 tokens"):
         choose_attention(info, longest=4097)
     assert choose_attention(info, longest=4096) == "sdpa"
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flash_attention_2"])
 def test_gemma_3_is_rejected_by_causal_kernels(backend: str) -> None:
-    with pytest.raises(ConfigError, match="both directions"):
+    with raises_config("attn_implementation", backend, match="both directions"):
         prepare(tiny_model("gemma3", seed=5), backend)
 
 
 def test_an_unknown_backend_is_rejected_with_the_known_ones() -> None:
-    with pytest.raises(
-        ConfigError, match=r"attn_implementation='fast': expected 'auto' or one of sdpa, .*varlen"
-    ):
+    with raises_config("attn_implementation", "fast", match=r"expected 'auto' or one of sdpa, .*varlen"):
         prepare(tiny_model("qwen2_vl", seed=5), "fast")
 
 
@@ -131,7 +130,7 @@ def test_attention_dropout_is_rejected_where_it_would_be_dropped() -> None:
 
     model = Qwen2ForCausalLM(Qwen2Config(**SMALL, attention_dropout=0.1))
     assert prepare(model) == "sdpa"
-    with pytest.raises(ConfigError, match="attention_dropout=0"):
+    with raises_config("attn_implementation", "varlen", match="attention_dropout=0"):
         prepare(model, "varlen")
     assert attention_of(model) == "sdpa", "what is rejected changes nothing"
 
@@ -141,7 +140,7 @@ def test_capped_scores_are_rejected_where_they_would_not_be_capped() -> None:
 
     model = Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=16, sliding_window=64))
     assert inspect_attention(model).softcap
-    with pytest.raises(ConfigError, match="no cap on scores"):
+    with raises_config("attn_implementation", "sdpa", match="no cap on scores"):
         prepare(model, "sdpa")
     assert prepare(model, longest=64) == "eager"
 
@@ -162,7 +161,7 @@ def test_a_sliding_window_is_kept_by_varlen_and_rejected_for_one_mask() -> None:
 
     model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=32))
     assert prepare(model) == "varlen"
-    with pytest.raises(ConfigError, match="window of 32 tokens"):
+    with raises_config("attn_implementation", "sdpa", match="window of 32 tokens"):
         prepare(model, "sdpa")
 
 

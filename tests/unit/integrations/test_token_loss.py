@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from noise_floor import largest_difference, noise_floor, relative_difference
-from packhorse.errors import ConfigError
 from packhorse.integrations import loss as module
 from packhorse.integrations.loss import count_supervised, grouped, token_loss
 from packhorse.types import to_device
+from raising import raises_config
 
 
 def logits_and_labels(rows: int, length: int, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,14 +106,14 @@ def test_the_sum_over_parts_is_the_loss_of_one_big_batch(parity: Any) -> None:
 
 def test_labels_of_another_length_are_rejected() -> None:
     logits, labels = logits_and_labels(1, 9, 1.0, seed=6)
-    with pytest.raises(ConfigError, match="already shifted"):
+    with raises_config("labels", (1, 8), match="already shifted"):
         token_loss(logits, labels[:, 1:], 8)
 
 
 def test_groups_hold_the_batches_of_a_step() -> None:
     assert list(grouped(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
     assert list(grouped([], 3)) == []
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps=0"):
+    with raises_config("gradient_accumulation_steps", 0):
         list(grouped([1], 0))
 
 

@@ -16,6 +16,7 @@ from noise_floor import largest_difference, noise_floor
 from packhorse.errors import ConfigError
 from packhorse.integrations.transformers import LOADER_STATE, TrainFromLoader, prepare
 from packhorse.types import World
+from raising import raises_config
 
 make_torchvision_importable()
 
@@ -120,7 +121,7 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_skipped(tmp_path: Path)
     whole.train()
     trainer(tmp_path / "run", max_steps=2).train()
     (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").unlink()  # killed before
-    with pytest.raises(ConfigError, match="checkpoint-2 is incomplete"):
+    with raises_config(path=tmp_path / "run" / "checkpoint-2", match="incomplete"):
         trainer(tmp_path / "run").train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     resumed = trainer(tmp_path / "run")
     resumed.train(resume_from_checkpoint=True)
@@ -213,23 +214,19 @@ def test_checkpoints_hold_the_loaders_state(tmp_path: Path) -> None:
 def test_a_checkpoint_without_the_loaders_state_is_rejected(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=1).train()
     (tmp_path / "checkpoint-1" / LOADER_STATE).unlink()
-    with pytest.raises(ConfigError, match=f"has no {LOADER_STATE}"):
+    with raises_config(path=tmp_path / "checkpoint-1" / LOADER_STATE):
         trainer(tmp_path).train(resume_from_checkpoint=True)
-    with pytest.raises(ConfigError, match="no checkpoint in"):
+    with raises_config("resume_from_checkpoint", True, path=tmp_path / "empty"):
         trainer(tmp_path / "empty").train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"gradient_accumulation_steps": 3}, "use the same"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-    ],
+    ("setting", "value"),
+    [("gradient_accumulation_steps", 3), ("auto_find_batch_size", True), ("label_smoothing_factor", 0.1)],
 )
-def test_what_would_undo_the_loaders_work_is_rejected(tmp_path: Path, settings: Any, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        trainer(tmp_path, **settings)
+def test_what_would_undo_the_loaders_work_is_rejected(tmp_path: Path, setting: str, value: Any) -> None:
+    with raises_config(setting, value):
+        trainer(tmp_path, **{setting: value})
 
 
 def test_evaluation_is_the_trainers_own(tmp_path: Path, parity: Any) -> None:
@@ -302,7 +299,7 @@ def test_a_loss_function_that_would_be_ignored_is_rejected(tmp_path: Path) -> No
 
     model = copy.deepcopy(tiny_model("qwen2_vl"))
     args = TrainingArguments(str(tmp_path), gradient_accumulation_steps=2, use_cpu=True, report_to=[])
-    with pytest.raises(ConfigError, match="compute_loss_func is set"):
+    with raises_config("compute_loss_func"):
         PackedTrainer(model, args, loader=make_loader(model), compute_loss_func=lambda *_: None)
 
 

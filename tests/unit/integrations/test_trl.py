@@ -19,9 +19,10 @@ from contract.torchvision_ops import make_torchvision_importable
 from loader_samples import texts
 from noise_floor import largest_difference, noise_floor
 from packhorse.collate_fns import model_inputs
-from packhorse.errors import ConfigError, MissingDependency
+from packhorse.errors import MissingDependency
 from packhorse.integrations.transformers import LOADER_STATE
 from packhorse.types import World
+from raising import raises_config
 
 make_torchvision_importable()
 pytestmark = pytest.mark.needs_trl
@@ -181,26 +182,36 @@ def test_trls_default_settings_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "match"),
+    ("setting", "value"),
     [
-        ({"packing": True}, "packing=True: remove it; the loader makes the packs"),
-        ({"padding_free": True}, "padding_free=True: remove it"),
-        ({"assistant_only_loss": True}, "assistant_only_loss=True: remove it"),
-        ({"completion_only_loss": False}, "completion_only_loss=False: remove it"),
-        ({"chat_template_path": "other.jinja"}, r"set processor\.chat_template before"),
-        ({"max_length": 4096}, "max_length=4096, but the loader has pack_size=192"),
-        ({"loss_type": "dft"}, "loss_type='dft'"),
-        ({"gradient_accumulation_steps": 3}, "use the same"),
-        ({"model": "Qwen/Qwen2.5-VL-3B-Instruct"}, "expected a model. Load it before the loader"),
-        ({"train_dataset": [{"messages": []}]}, "train_dataset would have no effect"),
-        ({"data_collator": list}, "data_collator would have no effect"),
-        ({"compute_metrics": dict}, "compute_metrics would have no effect"),
-        ({"eval_dataset": [{"messages": []}]}, "eval_dataset is a list: expected a loader"),
+        ("packing", True),
+        ("padding_free", True),
+        ("assistant_only_loss", True),
+        ("completion_only_loss", False),
+        ("chat_template_path", "other.jinja"),
+        ("max_length", 4096),
+        ("loss_type", "dft"),
+        ("gradient_accumulation_steps", 3),
+        ("model", "Qwen/Qwen2.5-VL-3B-Instruct"),
     ],
 )
-def test_what_contradicts_the_loader_is_rejected(tmp_path: Path, arguments: Any, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        make_trainer(tmp_path, **arguments)
+def test_what_contradicts_the_loader_is_rejected(tmp_path: Path, setting: str, value: Any) -> None:
+    with raises_config(setting, value):
+        make_trainer(tmp_path, **{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("train_dataset", [{"messages": []}], "would have no effect"),
+        ("data_collator", list, "would have no effect"),
+        ("compute_metrics", dict, "would have no effect"),
+        ("eval_dataset", [{"messages": []}], "is a list: expected a loader"),
+    ],
+)
+def test_what_the_loader_replaces_is_rejected(tmp_path: Path, name: str, value: Any, match: str) -> None:
+    with raises_config(name, match=match):
+        make_trainer(tmp_path, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -219,7 +230,7 @@ def test_a_mixture_of_experts_needs_the_auxiliary_loss_switched_off(tmp_path: Pa
     packhorse.prepare(model)
     loader = packhorse.load(texts(4), processor("qwen3_vl"), model=model, pack_size=512, world=World())
     plain: dict[str, Any] = {"use_cpu": True, "report_to": [], "max_steps": 1, "save_strategy": "no"}
-    with pytest.raises(ConfigError, match=r"Set SFTConfig\(router_aux_loss_coef=0\.0\)"):
+    with raises_config("router_aux_loss_coef", match=r"Set SFTConfig\(router_aux_loss_coef=0\.0\)"):
         SFTTrainer(model, SFTConfig(str(tmp_path), **plain), loader=loader)
     config = SFTConfig(str(tmp_path), router_aux_loss_coef=0.0, **plain)
     SFTTrainer(model, config, loader=loader).train()

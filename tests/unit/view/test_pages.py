@@ -14,7 +14,6 @@ from PIL import Image
 
 from contract.tiny_models import tiny_model
 from count_samples import save_processor
-from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import plan_packs
 from packhorse.plan.pack_plan import PackPlan, load_key
@@ -23,6 +22,7 @@ from packhorse.tools.view.plan_viewer import PlanViewer
 from packhorse.tools.view.saved_plan import PlanRequest, PlanResult, make_plan, make_saved_plan, save_plan
 from packhorse.tools.view.server import make_app
 from packhorse.types import Drop
+from raising import raises_config
 from view_samples import BROKEN, CUT, MALFORMED, SCRIPT, SIZES, SPOKEN, ask
 
 CHATS = len(SIZES) + 2  # the first row of chats, after those of charts
@@ -322,13 +322,13 @@ def test_a_plan_file_of_an_earlier_format_is_rejected_with_the_remedy(
     key = load_key(plan_file)
     del key["made_from"]["version"]
     PackPlan.load(plan_file).save(tmp_path / "old.phplan", key)
-    with pytest.raises(ConfigError, match="plan format 1"):
+    with raises_config(path=str(tmp_path / "old.phplan"), match="plan format 1"):
         PlanViewer.open(str(tmp_path / "old.phplan"))
 
 
 def test_a_plan_of_other_data_is_rejected(planned: PlanResult, tmp_path: Path) -> None:
     plan_packs([3, 4], 8).save(tmp_path / "bare.phplan")
-    with pytest.raises(ConfigError, match="does not name its data"):
+    with raises_config(path=str(tmp_path / "bare.phplan"), match="does not name its data"):
         PlanViewer.open(str(tmp_path / "bare.phplan"))
     home = Path(planned.request.config.data).parent
     shutil.copytree(home, tmp_path / "grown")
@@ -341,7 +341,8 @@ def test_a_plan_of_other_data_is_rejected(planned: PlanResult, tmp_path: Path) -
     save_plan(made, plan_report(made), tmp_path / "grown" / "made.phplan")
     with open(tmp_path / "grown" / "chats.jsonl", "a") as file:
         file.write('{"messages": []}\n')
-    with pytest.raises(ConfigError, match=r"24 rows.*now has 25: run `packhorse plan` again"):
+    data = tmp_path / "grown" / "meta.json"
+    with raises_config(path=data, match=r"24 rows.*now has 25: run `packhorse plan` again"):
         PlanViewer.open(str(tmp_path / "grown" / "made.phplan"))
 
 
@@ -358,7 +359,7 @@ def test_three_row_positions_are_shown_if_the_config_is_known(planned: PlanResul
 
 def test_a_meta_file_is_planned_first_and_needs_a_processor(planned: PlanResult, saved: str) -> None:
     meta = planned.request.config.data
-    with pytest.raises(ConfigError, match="--processor"):
+    with raises_config("processor", path=meta, match="--processor"):
         PlanViewer.open(meta)
     viewer = PlanViewer.open(meta, saved, pack_size=512)
     assert viewer.plan.bins() == planned.packs.plan.bins()

@@ -18,11 +18,24 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from packhorse.cli import terminal
+from packhorse.cli.demo.data import tiny_model, tiny_processor, write_demo_mix
 from packhorse.cli.demo.train import PACK_SIZE, SAVE_EVERY, Step, demo_config, read_trace
+from packhorse.cli.parity import choose_samples, load_model
 from packhorse.cli.plan import print_comparison, print_dropped, summary_lines
+from packhorse.count.counting import count_meta
 from packhorse.errors import ConfigError, PackhorseError
+from packhorse.families.models import open_processor
 from packhorse.ledger import Ledger, read_ledgers
+from packhorse.tools.check import check_meta
+from packhorse.tools.parity import check_parity
+from packhorse.tools.view import plots
+from packhorse.tools.view.pages import plan_plots
+from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan, shorten
+from packhorse.tools.view.server import make_renderer
 from packhorse.utils.files import write_atomic
 
 REPORT = "report.html"  # stays until there is a new one
@@ -31,6 +44,7 @@ _OURS = ("data", "model", "runs", "cache", "plan.phplan", "ledger.jsonl")
 _WIDTH = 100  # if stdout is not a terminal
 _MERGES = 256  # of the tokenizer: a token is then about three letters long
 _PARITY_SAMPLES = 8
+_MAX_DETAIL = 90  # characters
 
 
 def run_demo(folder: Path) -> bool:
@@ -56,13 +70,14 @@ def prepare_folder(folder: Path) -> None:
     The report stays until there is a new one; other files are not touched.
     """
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file: choose another folder with --out")
+        raise ConfigError(f"{folder} is a file: choose another folder with --out", path=folder)
     folder.mkdir(parents=True, exist_ok=True)
     marker = folder / _MARKER
     if not marker.exists() and any(folder.iterdir()):
         raise ConfigError(
             f"{folder} is not empty and was not written by the demo: nothing was changed; choose another "
-            "folder with --out"
+            "folder with --out",
+            path=folder,
         )
     marker.write_text(
         "This folder was written by `packhorse demo`, which overwrites it when it is run next.\n"
@@ -93,8 +108,6 @@ class Demo:
 
     def write(self) -> None:
         """Write the data, the processor and the model's config."""
-        from packhorse.cli.demo.data import tiny_model, tiny_processor, write_demo_mix
-
         self._title(1, "Generate a small mixed dataset with a few broken rows")
         write_demo_mix(self.folder / "data")
         rows = {path.stem: path.read_text().splitlines() for path in sorted(self.meta.parent.glob("*.jsonl"))}
@@ -110,8 +123,6 @@ class Demo:
 
     def check(self) -> None:
         """Look for broken rows."""
-        from packhorse.tools.check import check_meta
-
         command = self._command("check", "--processor", self.model, "--max-length", PACK_SIZE)
         self._title(2, f"Find errors in the data: {command}")
         report = check_meta(str(self.meta), str(self.model), max_length=PACK_SIZE, decode=True)
@@ -121,12 +132,10 @@ class Demo:
             if finding.severity != "note"
         ]
         for severity, rule, key, found in self.findings:
-            self._line(f"{severity:<8} {rule:<20} {key:<12} {_short(found)}")
+            self._line(f"{severity:<8} {rule:<20} {key:<12} {shorten(found, _MAX_DETAIL)}")
 
     def count(self) -> None:
         """Count the tokens of every row, and compare some with the real processor."""
-        from packhorse.count.counting import count_meta
-
         self._title(3, f"Count the tokens of each row: {self._command('count', '--processor', self.model)}")
         report = count_meta(str(self.meta), str(self.model), verify=20)
         totals, verified = report.totals(), report.verified
@@ -141,9 +150,6 @@ class Demo:
 
     def make_plan(self) -> None:
         """Plan the packs, and save the plan."""
-        from packhorse.tools.view.plan_report import plan_report
-        from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
-
         command = self._command("plan", "--processor", self.model, "--pack-size", PACK_SIZE)
         self._title(4, f"Assign rows to packs: {command}")
         planned = make_plan(PlanRequest(demo_config(self.folder), str(self.model), str(self.model)))
@@ -221,7 +227,8 @@ class Demo:
             len(set(delivered)) == len(delivered) and len(delivered) + self.ledger.lost() == self.rows,
         )
         for drop in self.ledger:
-            self._line(f"  {drop.key:<12} {drop.action:<9} {drop.reason:<20} {_short(drop.detail)}")
+            detail = shorten(" ".join(drop.detail.split()), _MAX_DETAIL)
+            self._line(f"  {drop.key:<12} {drop.action:<9} {drop.reason:<20} {detail}")
 
     def _num_failed(self) -> int:
         """Return how many rows of the plan could not be decoded."""
@@ -229,10 +236,6 @@ class Demo:
 
     def check_parity(self) -> None:
         """Compare packed with unpacked training."""
-        from packhorse.cli.parity import choose_samples, load_model
-        from packhorse.families.models import open_processor
-        from packhorse.tools.parity import check_parity
-
         command = self._command("parity", "--model", self.model)
         self._title(8, f"Compare packed with unpacked training: {command}")
         processor = open_processor(str(self.model))
@@ -244,10 +247,6 @@ class Demo:
 
     def write_report(self) -> None:
         """Write one HTML page that includes its style and plots, with the viewer's templates."""
-        from packhorse.tools.view import plots
-        from packhorse.tools.view.pages import plan_plots
-        from packhorse.tools.view.server import make_renderer
-
         self.seconds = time.monotonic() - self.started
         losses = {name: [(step.step, step.loss) for step in steps] for name, steps in self.runs.items()}
         page = make_renderer()(
@@ -303,16 +302,9 @@ class Demo:
         self.out.line(text)
 
 
-def _short(text: str, most: int = 90) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Work offline, without logs of Packhorse, and use one thread per process, which is faster here."""
-    import torch
-
     variables = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -18,6 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from packhorse.cli.demo.data import tiny_model
+from packhorse.collate.packed import model_inputs
+from packhorse.families.models import open_processor
+from packhorse.integrations.loss import count_supervised, token_loss
+from packhorse.integrations.transformers import prepare
 from packhorse.loader.config import LoaderConfig
 
 PACK_SIZE = 512
@@ -56,12 +63,6 @@ def train(folder: Path, name: str, resume_from: str | None = None, kill_at: int 
 
     The process kills itself in the middle of the step ``kill_at``.
     """
-    import torch
-
-    from packhorse.cli.demo.data import tiny_model
-    from packhorse.families.models import open_processor
-    from packhorse.integrations.transformers import prepare
-
     torch.set_num_threads(1)  # as fast for such a small model, and two runs share the machine
     run = folder / "runs" / name
     run.mkdir(parents=True)
@@ -95,9 +96,6 @@ def train(folder: Path, name: str, resume_from: str | None = None, kill_at: int 
 
 
 def _backward(model: Any, batch: Any) -> float:
-    from packhorse.collate.packed import model_inputs
-    from packhorse.integrations.loss import count_supervised, token_loss
-
     logits = model(**model_inputs(batch, model)).logits
     loss: Any = token_loss(logits, batch["labels"], count_supervised([batch]))
     loss.backward()
@@ -106,8 +104,6 @@ def _backward(model: Any, batch: Any) -> float:
 
 def _save(run: Path, step: int, model: Any, optimizer: Any, loader: Any) -> None:
     """Write a checkpoint atomically."""
-    import torch
-
     state = {
         "step": step,
         "model": model.state_dict(),
@@ -119,8 +115,6 @@ def _save(run: Path, step: int, model: Any, optimizer: Any, loader: Any) -> None
 
 
 def _restore(run: Path, model: Any, optimizer: Any, loader: Any) -> int:
-    import torch
-
     state = torch.load(run / "checkpoint.pt", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])

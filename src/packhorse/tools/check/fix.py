@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from packhorse.count.parts import with_absolute_paths
 from packhorse.count.sidecar import data_source
@@ -67,9 +67,11 @@ def check_target(folder: str | os.PathLike[str]) -> Path:
     except FileNotFoundError:
         return target
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written to ({error.strerror}): name a new folder") from error
+        reason = f"{folder} cannot be written to ({error.strerror})"
+        raise ConfigError(f"{reason}: name a new folder", path=folder) from error
     if entry is not None:
-        raise ConfigError(f"{folder} is not empty (it has {entry.name}): name a new or an empty folder")
+        reason = f"{folder} is not empty (it has {entry.name})"
+        raise ConfigError(f"{reason}: name a new or an empty folder", path=folder)
     return target
 
 
@@ -93,25 +95,24 @@ def write_fixed(
         SystemFault: the files cannot be written.
     """
     if not report.settings.repair:
-        raise ConfigError("a cleaned copy needs a check with repair=True")
+        raise ConfigError("a cleaned copy needs a check with repair=True", setting="repair", value=False)
     target = check_target(folder)
     for checked in report.files:
         if checked.file is not None and Fingerprint.of(data_source(checked.file)) != checked.state:
-            raise ConfigError(f"{checked.config.file_name} has changed since it was checked: check it again")
+            file = checked.config.file_name
+            raise ConfigError(f"{file} has changed since it was checked: check it again", path=file)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        home = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-        try:
-            datasets = _write_datasets(report, home, drop_duplicates, progress or Progress("writing"))
-            os.chmod(home, 0o755)  # mkdtemp makes it private
+        with tempfile.TemporaryDirectory(
+            dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True
+        ) as home:
+            datasets = _write_datasets(report, Path(home), drop_duplicates, progress or Progress("writing"))
+            os.chmod(home, 0o755)  # it was private
             try:
                 os.rename(home, target)  # an empty folder is replaced
             except OSError:
                 check_target(target)  # raises if another process was faster
                 raise
-        except BaseException:
-            shutil.rmtree(home, ignore_errors=True)
-            raise
     except OSError as error:
         remedy = "Free disk space or choose another folder"
         raise write_fault(error, error.filename or target, remedy) from error
@@ -129,21 +130,23 @@ def _write_datasets(
     with open(home / LEDGER, "wb") as ledger:
         for index, (checked, fixed) in enumerate(zip(report.files, datasets, strict=True)):
             before = sum(dataset.rows for dataset in datasets)
-            with _open_copy(checked, home / fixed.file) as copy:
+            with _open_copy(checked.file, home / fixed.file) as copy:
                 for rows in _Writer(report, index, fixed, copy, ledger).write(drop_duplicates):
                     progress(before + rows, total)
-    meta = {one.name: _meta_entry(file, one.file) for one, file in zip(datasets, report.files, strict=True)}
+    meta = {}
+    for checked, fixed in zip(report.files, datasets, strict=True):
+        in_folder = checked.config.rules.media_dir is not None or checked.relative
+        config = with_absolute_paths(checked.config) if in_folder else checked.config
+        meta[fixed.name] = config.entry(fixed.file)
     (home / META).write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return datasets
 
 
-def _open_copy(checked: CheckedFile, target: Path) -> _JsonlCopy | _ParquetCopy:
-    if isinstance(checked.file, ParquetRows):
-        return _ParquetCopy(checked.file, target)
-    return _JsonlCopy(checked.file, target)
+def _open_copy(rows: RowFile | None, target: Path) -> _JsonlCopy | _ParquetCopy:
+    return _ParquetCopy(rows, target) if isinstance(rows, ParquetRows) else _JsonlCopy(rows, target)
 
 
-class _JsonlCopy:
+class _JsonlCopy(AbstractContextManager["_JsonlCopy"]):
     def __init__(self, rows: RowFile | None, target: Path) -> None:
         self.rows, self.file = rows, open(target, "wb")  # noqa: SIM115 (closed on exit)
 
@@ -151,14 +154,11 @@ class _JsonlCopy:
         assert self.rows is not None  # a file that cannot be read has no rows to keep
         self.file.write((self.rows.json_line(row) if repair is None else repair.data) + b"\n")
 
-    def __enter__(self) -> _JsonlCopy:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.file.close()
 
 
-class _ParquetCopy:
+class _ParquetCopy(AbstractContextManager["_ParquetCopy"]):
     """Writes row groups of ``_BLOCK`` rows."""
 
     def __init__(self, rows: ParquetRows, target: Path) -> None:
@@ -191,9 +191,6 @@ class _ParquetCopy:
         self.kept.clear()
         self.repairs.clear()
 
-    def __enter__(self) -> _ParquetCopy:
-        return self
-
     def __exit__(self, *error: object) -> None:
         if error[0] is None:
             self._flush()
@@ -218,7 +215,8 @@ class _Writer:
             rule = RULES["unreadable_file"]
             self._record(Drop(checked.name, rule.stage, rule.reason, checked.problem, dataset=checked.name))
             return
-        duplicates = self._duplicates(checked.file) if drop_duplicates else iter(())
+        twins = self.report.duplicates_in(checked) if drop_duplicates else iter(())
+        duplicates = (twin for twin in twins if twin.rule == "duplicate_conversation")
         duplicate = next(duplicates, None)
         for part in range(checked.parts):
             errors, repairs = self._read_part(part)
@@ -249,12 +247,6 @@ class _Writer:
                 errors.setdefault(finding.row, []).append(finding)
         return errors, {repair.row: repair for repair in repairs}
 
-    def _duplicates(self, file: RowFile) -> Iterator[RawFinding]:
-        """Yield findings of duplicate conversations, in the order of rows."""
-        for row, rule, found in self.report.duplicates[self.fixed.name].findings():
-            if rule == "duplicate_conversation":
-                yield RawFinding(row, rule, RULES[rule].severity, found, file.location(row))
-
     def _record_row(self, row: int, findings: Sequence[RawFinding], action: Action, suffix: str = "") -> None:
         """Write one ledger entry for a row, with the reason of its first finding."""
         first, *others = findings
@@ -280,10 +272,3 @@ def _file_names(files: Sequence[CheckedFile]) -> list[str]:
             stem += "_"
         names.append(f"{stem}.{suffix}")
     return names[1:]
-
-
-def _meta_entry(checked: CheckedFile, file: str) -> dict[str, Any]:
-    """Return the dataset's entry of a meta file in another folder: its media folder is an absolute path."""
-    config = checked.config
-    absolute = config.rules.media_dir is not None or checked.relative
-    return (with_absolute_paths(config) if absolute else config).entry(file)

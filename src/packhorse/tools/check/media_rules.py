@@ -139,13 +139,11 @@ def _file_digest(source: Any) -> bytes | None:
     return state.digest()
 
 
-def _check_folder(source: Any, media_dir: str | None, severity: Severity) -> tuple[Violation, ...]:
-    if media_dir is None:
-        return ()
+def _check_folder(source: Any, media_dir: str | None, severity: Severity) -> Iterator[Violation]:
     try:
-        confine(source, media_dir)
+        if media_dir is not None:
+            confine(source, media_dir)
     except BadSample as error:
         # Other reasons (it is not a path) are found when it is opened.
         if error.reason == "outside_media_dir":
-            return (violation("outside_media_dir", error.detail, severity),)
-    return ()
+            yield violation("outside_media_dir", error.detail, severity)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -41,7 +40,8 @@ def check_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Violation
     """
     drops: list[Drop] = []
     try:
-        example = convert_row(row, _lenient(config.rules), key=key, dataset=config.name, record=drops.append)
+        rules = replace(config.rules, strict=False, confine=False)  # records every problem, raises at none
+        example = convert_row(row, rules, key=key, dataset=config.name, record=drops.append)
         conversation = parse_conversation(example, key)
     except BadSample as error:
         rule = error.reason if error.reason == "row_too_large" else "wrong_format"
@@ -52,12 +52,6 @@ def check_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Violation
     elif conversation.messages:
         violations += _check_order(conversation.messages)
     return [*violations, *_check_texts(conversation)], conversation
-
-
-@lru_cache(maxsize=64)
-def _lenient(rules: ShareGptFormat) -> ShareGptFormat:
-    """Return rules that record every problem instead of raising at the first."""
-    return replace(rules, strict=False, confine=False)
 
 
 def _check_order(messages: Sequence[Message]) -> Iterator[Violation]:

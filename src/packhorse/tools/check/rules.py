@@ -124,11 +124,7 @@ _ALL = (
         "convert",
     ),
     Rule(
-        "unanswered_turn",
-        "note",
-        "the last turn is not an answer",
-        "add the answer, or ignore it",
-        "convert",
+        "unanswered_turn", "note", "the last turn is not an answer", "add the answer, or ignore it", "convert"
     ),
     Rule("empty_turn", "warning", "a turn is empty", "fill it, or delete the row", "convert"),
     Rule(

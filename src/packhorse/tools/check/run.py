@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from heapq import merge
@@ -144,13 +144,13 @@ class CheckReport:
 
     def by_rule(self) -> list[tuple[str, str, str, int]]:
         """Return (severity, rule, dataset, findings), ordered by severity, rule and dataset."""
-        order = list(RULES)
-        numbers = [
-            (severity, rule, file.name, number)
+        return [
+            (severity, rule, file.name, file.counts[rule, severity])
+            for severity in SEVERITIES
+            for rule in RULES
             for file in self.files
-            for (rule, severity), number in file.counts.items()
+            if (rule, severity) in file.counts
         ]
-        return sorted(numbers, key=lambda line: (SEVERITIES.index(line[0]), order.index(line[1]), line[2]))
 
     def totals(self) -> dict[str, int]:
         """Return sums over the datasets, under their names in JSON."""
@@ -178,21 +178,16 @@ class CheckReport:
             for rule, found in file.notes:
                 location = mask_secrets(file.config.file_name)
                 yield file.finding(None, rule, RULES[rule].severity, found, location)
-            for raw in self.of_rows(index):
+            own = (finding for part in range(file.parts) for finding in self.spool.get(index, part)[0])
+            twins = (twin for twin in self.duplicates_in(file) if twin.rule not in self.settings.ignored)
+            for raw in merge(own, twins, key=lambda finding: finding.row):
                 yield file.finding(*raw)
 
-    def of_rows(self, index: int) -> Iterator[RawFinding]:
-        """Return the findings about rows of one dataset, in order."""
-        file = self.files[index]
-        own = (finding for part in range(file.parts) for finding in self.spool.get(index, part)[0])
-        if file.file is None:
-            return own
-        duplicates = (
-            RawFinding(row, rule, RULES[rule].severity, found, file.file.location(row))
-            for row, rule, found in self.duplicates[file.name].findings()
-            if rule not in self.settings.ignored
-        )
-        return merge(own, duplicates, key=lambda finding: finding.row)
+    def duplicates_in(self, file: CheckedFile) -> Iterator[RawFinding]:
+        """Yield the findings about duplicates in one dataset, in the order of rows."""
+        if file.file is not None:
+            for row, rule, found in self.duplicates[file.name].findings():
+                yield RawFinding(row, rule, RULES[rule].severity, found, file.file.location(row))
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything for JSON but the findings, which may be many (see :meth:`findings`)."""
@@ -257,15 +252,16 @@ def check_meta(
     started = time.monotonic()
     if unknown := sorted(set(ignore) - set(RULES)):
         hints = ", ".join(f"{name}{suggest(name, RULES)}" for name in unknown)
-        raise ConfigError(f"no rule {hints}; there are {', '.join(RULES)}")
+        detail = f"no rule {hints}; there are {', '.join(RULES)}"
+        raise ConfigError(f"ignore: {detail}", setting="ignore", value=unknown)
     if max_length is not None and (processor is None or max_length < 1):
-        raise ConfigError(f"max_length={max_length}: expected at least 1, and a processor to count with")
+        raise ConfigError.of("max_length", max_length, "expected at least 1, and a processor to count with")
     if part_rows is not None and part_rows < 1:
-        raise ConfigError(f"part_rows={part_rows}: expected at least 1")
+        raise ConfigError.of("part_rows", part_rows, "expected at least 1")
     settings = CheckSettings(decode, max_length, tiny, frozenset(ignore), repair)
     configs = read_meta(meta, dataset_names)
     if not configs:
-        raise ConfigError(f"{meta}: it names no dataset")
+        raise ConfigError(f"{meta}: it lists no dataset", path="" if isinstance(meta, Mapping) else meta)
     for config in configs:
         check_media_dir(config)
     processor = os.fspath(processor) if isinstance(processor, os.PathLike) else processor

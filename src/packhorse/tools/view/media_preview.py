@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
-from packhorse.errors import BadSample, MissingDependency, data_errors
+from packhorse.errors import MissingDependency, data_errors
 from packhorse.media import VideoFrames, VideoSampling, load_media
 from packhorse.tools.view.row_encoder import RowEncoder
 from packhorse.types import MediaRef
@@ -140,8 +140,3 @@ def encode_audio(samples: np.ndarray, rate: int) -> EncodedMedia:
         file.setframerate(int(rate))
         file.writeframes((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
     return EncodedMedia(out.getvalue(), "audio/wav")
-
-
-def describe_error(error: BaseException) -> str:
-    """Return the message of a media item that cannot be shown."""
-    return error.detail if isinstance(error, BadSample) else str(error)

@@ -22,7 +22,7 @@ from packhorse.tools.view import plots
 from packhorse.tools.view.media_preview import EncodedMedia, MediaPreviews, join_tiles
 from packhorse.tools.view.plan_report import bad_rows_warning, compared_methods
 from packhorse.tools.view.plan_viewer import OUTCOMES, EpochSchedule, PlanViewer, find_key, find_text
-from packhorse.tools.view.row_encoder import MediaItem, RowEncoder, RowView
+from packhorse.tools.view.row_encoder import MediaItem, RowView
 from packhorse.types import MEDIA_KINDS, Flags, Integers, MediaMask
 
 Values = dict[str, Any]
@@ -126,11 +126,6 @@ class StepQuery:
         """The ranks that are listed."""
         return range(self.world_size) if self.rank is None else range(self.rank, self.rank + 1)
 
-    @property
-    def page_size(self) -> int:
-        """Lines of a page: whole steps, if they are not too long."""
-        return max(1, STEP_LINES // len(self.ranks)) * min(len(self.ranks), STEP_LINES)
-
     def address(self, **changes: Any) -> str:
         """Return the query string with some values changed."""
         values = asdict(self) | {"page": 1} | changes
@@ -225,12 +220,7 @@ class Pages:
     @cached_property
     def previews(self) -> MediaPreviews:
         """The media of the rows."""
-        return MediaPreviews(self.encoder)
-
-    @property
-    def encoder(self) -> RowEncoder:
-        """See :attr:`PlanViewer.encoder`."""
-        return self.viewer.encoder
+        return MediaPreviews(self.viewer.encoder)
 
     # One method for each page.
 
@@ -277,7 +267,7 @@ class Pages:
         packs = self.viewer.packs(epoch)
         return PackList(self.viewer, packs.plan.with_costs(packs.costs, packs.media_masks))
 
-    def pack(self, number: int, params: Mapping[str, str]) -> Values:
+    def pack(self, params: Mapping[str, str], number: int) -> Values:
         """One pack of an epoch, document by document."""
         planned = self.viewer.report["epoch"]
         epoch = max(0, int(parse_number(params.get("epoch"), planned)))
@@ -314,7 +304,7 @@ class Pages:
             "placeholders": self._placeholders(packs.plan, number, starts[-1], len(rows)),
             "strip": plots.strip(strip, size, f"{len(rows)} documents in {size:,} tokens"),
             "mask": plots.mask(lengths, bidirectional, size, "Attention mask: a document sees only itself"),
-            "encoder": self.encoder,
+            "encoder": self.viewer.encoder,
         }
 
     def row(self, index: int) -> Values:
@@ -332,7 +322,7 @@ class Pages:
             "raw": raw[:_MAX_RAW],
             "raw_cut": len(raw) - _MAX_RAW,
             "tokens": document["row"].tokens[:_MAX_TOKENS],
-            "encoder": self.encoder,
+            "encoder": self.viewer.encoder,
         }
 
     def row_list(self, params: Mapping[str, str]) -> Values:
@@ -382,7 +372,9 @@ class Pages:
         """A page of the steps of an epoch: which packs each rank trains, in training order."""
         viewer, query = self.viewer, StepQuery.parse(params, self.viewer)
         schedule = viewer.schedule(query.layout, query.epoch)
-        steps, ranks, size = schedule.steps, query.ranks, query.page_size
+        steps, ranks = schedule.steps, query.ranks
+        # Lines of a page: whole steps, if they are not too long.
+        size = max(1, STEP_LINES // len(ranks)) * min(len(ranks), STEP_LINES)
         total = len(steps) * len(ranks)
         page = query.page
         if (step := int(parse_number(params.get("step"), -1))) >= 0:
@@ -497,7 +489,7 @@ class Pages:
         missing = MediaMask(int(np.bitwise_or.reduce(plan.media_masks)) & ~int(plan.media_masks[pack]))
         return [
             {"number": number, "kind": kind, "row": row, "start": start, "media_item_of_run": {}}
-            for number, (kind, row) in enumerate(self.encoder.placeholders(missing), documents + 1)
+            for number, (kind, row) in enumerate(self.viewer.encoder.placeholders(missing), documents + 1)
         ]
 
     def _document(self, index: int, number: int) -> Values:
@@ -516,7 +508,7 @@ class Pages:
         }
 
     def _view_row(self, index: int) -> RowView:
-        row = self.encoder.view(index)
+        row = self.viewer.encoder.view(index)
         drops = list(row.drops)
         if row.error is not None and self.viewer.outcome(index) != "not trained":
             key, dataset = self.viewer.key(index), self.viewer.dataset_name(index)

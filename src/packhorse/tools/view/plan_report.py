@@ -113,7 +113,7 @@ def sizes_report(request: PlanRequest, sizes: Sequence[int]) -> dict[str, Any]:
     return {"version": VERSION, **names, "sizes": reports, "comparison": comparison}
 
 
-def compare_batches(planned: PlanResult, ranks: int = RANKS) -> dict[str, Any]:
+def compare_batches(planned: PlanResult) -> dict[str, Any]:
     """Return what an epoch of the packed rows costs as planned and in batches of other libraries.
 
     For each method: ``steps``, ``slots`` (tokens that the model computes), ``wasted`` (the share of them that
@@ -122,25 +122,19 @@ def compare_batches(planned: PlanResult, ranks: int = RANKS) -> dict[str, Any]:
     """
     plan, planner, request = planned.packs.plan, planned.planner, planned.request
     lengths, costs = planner.lengths[plan.indices], planner.sample_info.costs[plan.indices]
-    segments = [ResumeSegment(ranks, 1, 1, 0)]
+    segments = [ResumeSegment(RANKS, 1, 1, 0)]
     schedule = PackSchedule(planned.packs, segments, seed=request.config.seed, epoch=request.epoch)
     cost = float(schedule.rank_costs().max(axis=1).sum())
     slots, tokens = int((lengths + -lengths % request.config.alignment).sum()), int(lengths.sum())
-    ratio = schedule.straggler_ratio()
-    planned_report = {
-        "slots": slots,
-        "fill": plan.fill,
-        "steps": len(schedule),
-        "straggler": ratio,
-        "cost": cost,
-    }
+    ratio, steps = schedule.straggler_ratio(), len(schedule)
+    packed = {"slots": slots, "fill": plan.fill, "steps": steps, "straggler": ratio, "cost": cost}
     others = compare_baselines(
         lengths,
         costs,
         planner.weights,
         pack_size=request.config.pack_size,
         batch_size=BATCH_SIZE,
-        ranks=ranks,
+        ranks=RANKS,
         draw=random_generator(request.config.seed),
     )
     methods = {
@@ -152,9 +146,9 @@ def compare_batches(planned: PlanResult, ranks: int = RANKS) -> dict[str, Any]:
             "straggler": report["straggler"],
             "time": report["cost"] / cost if cost else 1.0,
         }
-        for name, report in {"packed": planned_report, **others}.items()
+        for name, report in {"packed": packed, **others}.items()
     }
-    return {"ranks": ranks, "batch_size": BATCH_SIZE, "tokens": tokens, **methods}
+    return {"ranks": RANKS, "batch_size": BATCH_SIZE, "tokens": tokens, **methods}
 
 
 def compared_methods(report: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

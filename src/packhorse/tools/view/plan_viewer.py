@@ -90,12 +90,10 @@ class RowFinder:
             return None
         rows, order = self._order(name)
         source, start = self._sources[name], int(self._first[name])
-        for rank in range(int(np.searchsorted(rows, int(row))), len(rows)):
-            if int(rows[rank]) != int(row):
-                return None
-            position = int(order[rank])
-            if source.selection.copy(position) == int(copy or 0):
-                return start + position
+        first, end = np.searchsorted(rows, [int(row), int(row) + 1])
+        for position in order[first:end]:
+            if source.selection.copy(int(position)) == int(copy or 0):
+                return start + int(position)
         return None
 
     def _sort_rows(self, name: str) -> tuple[Integers, Integers]:
@@ -139,7 +137,8 @@ class PlanViewer:
         if len(self.dataset) != self.plan.samples:
             raise ConfigError(
                 f"the plan was made for {self.plan.samples:,} rows, but {config.data} now has "
-                f"{len(self.dataset):,}: run `packhorse plan` again"
+                f"{len(self.dataset):,}: run `packhorse plan` again",
+                path=str(config.data),
             )
         self.names: list[str] = list(self.dataset.lengths())
         self._starts = np.cumsum([0, *self.dataset.lengths().values()])
@@ -189,7 +188,9 @@ class PlanViewer:
         if processor is None:
             read_meta(source)  # raises if it has no datasets either
             kind = "a data file" if is_data_file(source) else "a meta file"
-            raise ConfigError(f"{source} is {kind}: pass --processor to plan it first")
+            raise ConfigError(
+                f"{source} is {kind}: pass --processor to plan it first", setting="processor", path=source
+            )
         config = LoaderConfig(data=source, pack_size=pack_size)
         planned = make_plan(PlanRequest(config, processor, trust_remote_code=trust_remote_code))
         saved = make_saved_plan(planned, plan_report(planned))
@@ -205,11 +206,7 @@ class PlanViewer:
 
     @property
     def encoder(self) -> RowEncoder:
-        """The encoder that shows rows as the model sees them; the first use opens the processor.
-
-        Raises:
-            ConfigError: the processor is not available.
-        """
+        """The encoder that shows rows as the model sees them; the first use opens the processor."""
         with self._open_lock:
             if self._encoder is None:
                 config = self.saved.request.config
@@ -232,7 +229,8 @@ class PlanViewer:
                 if counts is None:
                     raise ConfigError(
                         f"the token counts of {config.data} are missing or out of date: run `packhorse plan` "
-                        "again"
+                        "again",
+                        path=str(config.data),
                     )
                 planner = start_up(config, self.opened, Collectives(World()), counts).planner
                 if planner.name != self.report["name"]:
@@ -263,17 +261,14 @@ class PlanViewer:
         mean = float(packs.costs.mean()) if len(packs.costs) else 1.0
         return EpochSchedule(schedule, schedule.straggler_ratio(), mean)
 
-    def warm_up(self, delay: float = 2.0) -> None:
-        """Open the processor in the background, so that the first pack does not wait for it.
-
-        ``delay`` in seconds, so that the first page does not compete with imports.
-        """
+    def warm_up(self) -> None:
+        """Open the processor in the background, so that the first pack does not wait for it."""
 
         def open_encoder() -> None:
             with suppress(ConfigError, OSError):  # the page that needs it shows the error
                 _ = self.encoder
 
-        timer = threading.Timer(delay, open_encoder)
+        timer = threading.Timer(2.0, open_encoder)  # the first page does not compete with imports
         timer.daemon = True
         timer.start()
 
@@ -379,19 +374,15 @@ class PlanViewer:
 
     def rows(self, outcome: str = "", reason: str = "", dataset: str = "") -> Integers:
         """Return the rows with an outcome, with a reason and of a dataset, in order; ``""`` is any."""
-        first, end = 0, len(self)
-        if dataset:
-            number = self.names.index(dataset) if dataset in self.names else -1
-            first, end = (int(self._starts[number]), int(self._starts[number + 1])) if number >= 0 else (0, 0)
+        rows = np.arange(len(self))
         if reason:
             dropped = np.asarray(self.plan.dropped[self._plan_reasons == reason], np.int64)
             marked = [row for row in self._listed_in_packs() if self.reason(row) == reason]
             rows = np.union1d(dropped, np.asarray(marked, np.int64))
-            rows = rows[(rows >= first) & (rows < end)]
-            return rows[self.outcomes[rows] == OUTCOMES.index(outcome)] if outcome in OUTCOMES else rows
-        if outcome in OUTCOMES:
-            return first + np.flatnonzero(self.outcomes[first:end] == OUTCOMES.index(outcome))
-        return np.arange(first, end)
+        if dataset:
+            number = self.names.index(dataset) if dataset in self.names else len(self.names)
+            rows = rows[self.dataset_ids(rows) == number]
+        return rows[self.outcomes[rows] == OUTCOMES.index(outcome)] if outcome in OUTCOMES else rows
 
     def unmatched_warning(self) -> str:
         """Return a warning if ledger entries name rows that this data does not have, else an empty string."""
@@ -483,9 +474,8 @@ def find_text(viewer: PlanViewer, query: str, first: int = 0, seconds: float = S
             rows = source.file.read(source.selection.row(position) for position in positions)
             for index, row in enumerate(rows, block):
                 text = viewer.raw(index) if isinstance(row, BadSample) else _join_texts(row)
-                match = needle.search(text)
-                if match is not None:
-                    hits.append(_make_hit(viewer, index, text, *match.span()))
+                if (match := needle.search(text)) is not None:
+                    hits.append(_make_hit(viewer, index, match))
                     if len(hits) == MAX_HITS:
                         return Hits(hits, index + 1 if index + 1 < len(viewer) else None, index + 1 - first)
             block = start + positions.stop
@@ -494,10 +484,11 @@ def find_text(viewer: PlanViewer, query: str, first: int = 0, seconds: float = S
     return Hits(hits, None, max(0, block - first))
 
 
-def _make_hit(viewer: PlanViewer, index: int, text: str, start: int, end: int) -> Hit:
+def _make_hit(viewer: PlanViewer, index: int, match: re.Match[str]) -> Hit:
+    text, (start, end) = match.string, match.span()
     before = ("…" if start > _CONTEXT else "") + text[max(0, start - _CONTEXT) : start]
     after = text[end : end + _CONTEXT] + ("…" if end + _CONTEXT < len(text) else "")
-    return Hit(index, viewer.key(index), before, text[start:end], after)
+    return Hit(index, viewer.key(index), before, match[0], after)
 
 
 def _join_texts(value: object) -> str:

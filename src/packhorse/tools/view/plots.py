@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 _WIDTH, _HEIGHT = 380, 160
 _LEFT, _BOTTOM, _TOP = 40, 24, 10
 _PLOT_WIDTH, _PLOT_HEIGHT = _WIDTH - _LEFT - 20, _HEIGHT - _BOTTOM - _TOP
+_MASK_SIZE = 160
+_MIXED = 12  # datasets shown, the largest
 KINDS = ("text", "image", "video", "audio")
 
 
@@ -139,9 +141,9 @@ def losses(runs: Mapping[str, Sequence[tuple[int, float]]], kill_at: int, label:
     return _svg(parts, label)
 
 
-def mix(datasets: Sequence[Mapping[str, Any]], label: str, most: int = 12) -> Markup:
+def mix(datasets: Sequence[Mapping[str, Any]], label: str) -> Markup:
     """Draw a bar per dataset of its tokens by kind, for the largest datasets."""
-    largest = sorted(datasets, key=lambda dataset: -dataset["tokens"])[:most]
+    largest = sorted(datasets, key=lambda dataset: -dataset["tokens"])[:_MIXED]
     top = max([dataset["tokens"] for dataset in largest] + [1])
     line_height, left = 26, 104
     parts = []
@@ -187,15 +189,11 @@ def strip(documents: Sequence[tuple[int, str, int, str]], capacity: int, label: 
 
 
 def mask(
-    lengths: Sequence[int],
-    bidirectional: Sequence[tuple[int, int]],
-    capacity: int,
-    label: str,
-    size: int = 160,
+    lengths: Sequence[int], bidirectional: Sequence[tuple[int, int]], capacity: int, label: str
 ) -> Markup:
     """Draw the attention mask: a triangle per document, squares for bidirectional spans."""
-    scale = size / max(1, capacity)
-    parts = [f'<rect class="empty" width="{size}" height="{size}"/>']
+    scale = _MASK_SIZE / max(1, capacity)
+    parts = [f'<rect class="empty" width="{_MASK_SIZE}" height="{_MASK_SIZE}"/>']
     start = 0
     for number, length in enumerate(lengths):
         a, b = start * scale, (start + length) * scale
@@ -206,4 +204,4 @@ def mask(
     for first, end in bidirectional:
         x, side = first * scale, (end - first) * scale
         parts.append(f'<rect class="both" x="{x:.2f}" y="{x:.2f}" width="{side:.2f}" height="{side:.2f}"/>')
-    return _svg(parts, label, size, size, "mask")
+    return _svg(parts, label, _MASK_SIZE, _MASK_SIZE, "mask")

@@ -220,11 +220,12 @@ def open_saved_plan(
     plan, key = PackPlan.load(path), load_key(path)
     source = key.get("made_from")
     if source is None or key.get("report") is None:
-        raise ConfigError(f"{os.fspath(path)} does not name its data: write it with `packhorse plan`")
+        raise ConfigError(f"{path} does not name its data: write it with `packhorse plan`", path=path)
     if source.get("version") != VERSION:
         raise ConfigError(
-            f"{os.fspath(path)} has plan format {source.get('version', 1)}, this version of packhorse reads "
-            f"{VERSION}: write it again with `packhorse plan`"
+            f"{path} has plan format {source.get('version', 1)}, this version of packhorse reads {VERSION}: "
+            "write it again with `packhorse plan`",
+            path=path,
         )
     folder = Path(path).absolute().parent
     request = PlanRequest(

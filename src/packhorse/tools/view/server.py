@@ -7,14 +7,15 @@ import io
 import ipaddress
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.resources import files
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from packhorse.errors import DATA_ERRORS, ConfigError, MissingDependency, is_data_error, require
+from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, MissingDependency, is_data_error, require
 from packhorse.ledger import entry_line
-from packhorse.tools.view.media_preview import EncodedMedia, describe_error
+from packhorse.tools.view.media_preview import EncodedMedia
 from packhorse.tools.view.pages import PACK_COLUMNS, ROW_COLUMNS, STEP_COLUMNS, PageNotFound, Pages
 from packhorse.tools.view.plan_viewer import PlanViewer
 
@@ -28,6 +29,7 @@ POLICY = (
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 _HEADERS = (
+    (b"cache-control", b"no-store"),  # the next plan on this port has other content at the same addresses
     (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -79,15 +81,11 @@ class HostGuard:
                 return False
         elif name.count(":") == 1:
             name = name.partition(":")[0]
-        return name in self.names or (self.any_ip and _is_ip(name))
-
-
-def _is_ip(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
+        if name in self.names:
+            return True
+        with suppress(ValueError):
+            return self.any_ip and bool(ipaddress.ip_address(name))
         return False
-    return True
 
 
 async def _reject(send: Send, status: int, text: str) -> None:
@@ -111,19 +109,13 @@ def make_app(viewer: PlanViewer, host: str = "127.0.0.1") -> ASGIApp:
     """Return the ASGI application of a viewer that is served on ``host``."""
     require("starlette", "view")
     from starlette.applications import Starlette
-    from starlette.convertors import Convertor, register_url_convertor
+    from starlette.convertors import IntegerConvertor, register_url_convertor
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
-    class _Number(Convertor[int]):
+    class _Number(IntegerConvertor):
         # Starlette's "int" matches any number of digits; Python raises when it converts 5,000 of them.
         regex = "[0-9]{1,18}"
-
-        def convert(self, value: str) -> int:
-            return int(value)
-
-        def to_string(self, value: int) -> str:
-            return str(value)
 
     register_url_convertor("number", _Number())
     pages, render_page = Pages(viewer), make_renderer()
@@ -138,42 +130,35 @@ def make_app(viewer: PlanViewer, host: str = "127.0.0.1") -> ASGIApp:
         name = request.path_params["name"]
         if name not in static:
             return Response("no such file", 404, media_type="text/plain")
-        return Response(static[name], media_type=_STATIC[name], headers={"cache-control": "no-cache"})
-
-    def report(request: Request) -> Response:
-        return JSONResponse(viewer.report)
+        return Response(static[name], media_type=_STATIC[name])
 
     def thumbnails(request: Request) -> Response:
         image = pages.thumbnails(request.query_params)
-        return Response(image.data, media_type=image.media_type, headers={"cache-control": "no-store"})
-
-    def exports(
-        path: str, find: Callable[[Mapping[str, str]], Iterator[dict[str, Any]]], columns: Sequence[str]
-    ) -> list[Route]:
-        return [
-            Route(path + suffix, _make_export(render, partial(_export, find, columns, suffix), path, suffix))
-            for suffix in _EXPORTS
-        ]
+        return Response(image.data, media_type=image.media_type)
 
     def not_found(request: Request, error: Exception) -> Response:
         html = render("message.html", title="Not found", text="There is no such page.")
         return Response(html, 404, media_type="text/html")
 
+    exports = (
+        ("rows", pages.export_rows, ROW_COLUMNS),
+        ("packs", pages.export_packs, PACK_COLUMNS),
+        ("steps", pages.export_steps, STEP_COLUMNS),
+    )
     routes = [
-        Route("/", page("overview.html", lambda request: pages.overview())),
-        Route("/steps", page("steps.html", lambda request: pages.step_list(request.query_params))),
-        Route("/packs", page("packs.html", lambda request: pages.pack_list(request.query_params))),
-        Route(
-            "/pack/{number:number}",
-            page("pack.html", lambda r: pages.pack(r.path_params["number"], r.query_params)),
+        Route("/", page("overview.html", lambda params: pages.overview())),
+        Route("/steps", page("steps.html", pages.step_list)),
+        Route("/packs", page("packs.html", pages.pack_list)),
+        Route("/pack/{number:number}", page("pack.html", pages.pack)),
+        Route("/rows", page("rows.html", pages.row_list)),
+        Route("/row/{index:number}", page("row.html", lambda params, index: pages.row(index))),
+        Route("/search", page("search.html", pages.search)),
+        Route("/docs", page("docs.html", lambda params: {})),
+        *(
+            Route(f"/{name}{suffix}", _make_export(render, find, columns, name + suffix, media_type))
+            for name, find, columns in exports
+            for suffix, media_type in _EXPORTS.items()
         ),
-        Route("/rows", page("rows.html", lambda request: pages.row_list(request.query_params))),
-        Route("/row/{index:number}", page("row.html", lambda r: pages.row(r.path_params["index"]))),
-        Route("/search", page("search.html", lambda request: pages.search(request.query_params))),
-        Route("/docs", page("docs.html", lambda request: {})),
-        *exports("/rows", pages.export_rows, ROW_COLUMNS),
-        *exports("/packs", pages.export_packs, PACK_COLUMNS),
-        *exports("/steps", pages.export_steps, STEP_COLUMNS),
         Route("/thumbnails", thumbnails),
         Route(
             "/media/{row:number}/{number:number}", media_item(lambda **params: pages.previews.get(**params))
@@ -182,62 +167,61 @@ def make_app(viewer: PlanViewer, host: str = "127.0.0.1") -> ASGIApp:
             "/media/{row:number}/{number:number}/{frame:number}",
             media_item(lambda **params: pages.previews.frame(**params)),
         ),
-        Route("/report.json", report),
+        Route("/report.json", lambda request: JSONResponse(viewer.report)),
         Route("/static/{name}", static_file),
     ]
     return HostGuard(Starlette(routes=routes, exception_handlers={404: not_found}), host)
 
 
 def _make_page(
-    render: Callable[..., str], template: str, make: Callable[[Request], dict[str, Any]]
+    render: Callable[..., str], template: str, make: Callable[..., dict[str, Any]]
 ) -> Callable[[Request], Response]:
-    """Return an endpoint that renders a template, or a page with the error."""
+    """Return an endpoint that renders a template, or a page with the error.
+
+    ``make`` takes the query, and the values of the path by name.
+    """
     from starlette.responses import Response
 
     def answer(request: Request) -> Response:
         try:
-            html, status = render(template, **make(request)), 200
+            html, status = render(template, **make(request.query_params, **request.path_params)), 200
         except PageNotFound as error:
             html, status = render("message.html", title="Not found", text=str(error)), 404
         except (ConfigError, MissingDependency, OSError) as error:
             html, status = render("message.html", title="Cannot show this page", text=str(error)), 503
-        return Response(html, status, media_type="text/html", headers={"cache-control": "no-store"})
+        return Response(html, status, media_type="text/html")
 
     return answer
 
 
 def _make_export(
-    render: Callable[..., str], export: Callable[[Mapping[str, str]], Iterator[bytes]], path: str, suffix: str
+    render: Callable[..., str],
+    find: Callable[[Mapping[str, str]], Iterator[dict[str, Any]]],
+    columns: Sequence[str],
+    file_name: str,
+    media_type: str,
 ) -> Callable[[Request], Response]:
     """Return an endpoint that streams a list as a file, or a page with the error."""
     from starlette.responses import Response, StreamingResponse
 
     def answer(request: Request) -> Response:
-        blocks = export(request.query_params)
+        blocks = _export(find(request.query_params), columns, file_name.endswith(".jsonl"))
         try:
             first = next(blocks)  # an error is found here, before the response begins
         except (ConfigError, MissingDependency, OSError) as error:
             html = render("message.html", title="Cannot export this list", text=str(error))
             return Response(html, 503, media_type="text/html")
-        headers = {
-            "cache-control": "no-store",
-            "content-disposition": f'attachment; filename="{path[1:]}{suffix}"',
-        }
-        return StreamingResponse(chain([first], blocks), media_type=_EXPORTS[suffix], headers=headers)
+        headers = {"content-disposition": f'attachment; filename="{file_name}"'}
+        return StreamingResponse(chain([first], blocks), media_type=media_type, headers=headers)
 
     return answer
 
 
-def _export(
-    find: Callable[[Mapping[str, str]], Iterator[dict[str, Any]]],
-    columns: Sequence[str],
-    suffix: str,
-    params: Mapping[str, str],
-) -> Iterator[bytes]:
+def _export(found: Iterator[dict[str, Any]], columns: Sequence[str], as_jsonl: bool) -> Iterator[bytes]:
     """Yield blocks of a CSV or JSONL file with these columns; the first has at most the first line."""
-    lines = ([line[column] for column in columns] for line in find(params))
+    lines = ([line[column] for column in columns] for line in found)
     blocks = chain([tuple(islice(lines, 1))], iter(lambda: tuple(islice(lines, _EXPORT_BLOCK)), ()))
-    if suffix == ".jsonl":
+    if as_jsonl:
         for block in blocks:
             yield b"".join(entry_line(dict(zip(columns, line, strict=True))) for line in block)
         return
@@ -270,10 +254,9 @@ def _make_media_item(rows: int, get: Callable[..., EncodedMedia]) -> Callable[[R
             expected = isinstance(error, LookupError | ConfigError | MissingDependency)
             if not expected and not is_data_error(error):
                 raise
-            return Response(describe_error(error), 404, media_type="text/plain")
-        # The next plan on this port has other images at the same addresses.
-        headers = {"cache-control": "no-store"}
-        return Response(media_item.data, media_type=media_item.media_type, headers=headers)
+            text = error.detail if isinstance(error, BadSample) else str(error)
+            return Response(text, 404, media_type="text/plain")
+        return Response(media_item.data, media_type=media_item.media_type)
 
     return answer
 
@@ -308,7 +291,9 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(
-            f"cannot listen on {host}, port {port} ({reason}): choose another --port, or 0 for a free one"
+            f"cannot listen on {host}, port {port} ({reason}): choose another --port, or 0 for a free one",
+            setting="port",
+            value=port,
         ) from error
 
 
