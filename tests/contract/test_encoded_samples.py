@@ -22,10 +22,11 @@ from packhorse.collate_fns import (
     qwen3_omni_collate_fn,
 )
 from packhorse.datasets import PreTokenizedDatasetWrapper, RobustDatasetWrapper, open_meta_dataset
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import BadSample
 from packhorse.families import Encoder
 from packhorse.formats.example_media import inject_fake_image
 from packhorse.ledger import Ledger
+from raising import raises_bad_sample, raises_config
 
 HEARING = [name for name, fixture in FAMILIES.items() if "audio" in fixture.modalities]
 
@@ -125,9 +126,8 @@ def test_a_template_that_ends_in_a_media_item_is_rejected() -> None:
         "{{ p['text'] if p['type'] == 'text' else '<|image_pad|>' }}{% endfor %}"
         "{{ '' if loop.last else '<|im_end|>\n' }}{% endfor %}"
     )
-    with pytest.raises(BadSample, match="the last token belongs to a media item") as caught:
+    with raises_bad_sample("media_mismatch", match="the last token"):
         PreTokenizedDatasetWrapper([chat(say("user", make_image(64, 48)))], made, on_bad="raise")[0]
-    assert caught.value.reason == "media_mismatch"
 
 
 # --- templates --------------------------------------------------------------------------------------------
@@ -211,11 +211,8 @@ def test_a_hook_that_cuts_media_tokens_makes_a_bad_sample() -> None:
         per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
         return {key: value[:, :12] if key in per_token else value for key, value in result.items()}
 
-    with pytest.raises(
-        BadSample, match=r"media tokens before the post_tokenize_hook, \d+ after it"
-    ) as caught:
+    with raises_bad_sample("media_mismatch", match=r"before the post_tokenize_hook, \d+ after it"):
         wrap("qwen2_vl", IMAGE, post_tokenize_hook=cut, on_bad="raise")[0]
-    assert caught.value.reason == "media_mismatch"
 
 
 @pytest.mark.parametrize("axes", [(1,), (3, 1)])
@@ -239,7 +236,7 @@ def test_a_slip_in_a_hook_stops_the_run_and_a_bad_sample_does_not(policy: Any) -
     def reject(result: dict[str, Any], given: Any) -> dict[str, Any]:
         raise BadSample("not today", stage="encode")
 
-    with pytest.raises(ConfigError, match="hook failed: KeyError: 'inputs_ids'"):
+    with raises_config("post_tokenize_hook", match="KeyError: 'inputs_ids'"):
         wrap("qwen2_vl", TEXT, TEXT, post_tokenize_hook=typo, on_bad=policy)[0]
     skipping = wrap("qwen2_vl", TEXT, post_tokenize_hook=reject, on_bad="skip")
     assert skipping[0] is None
@@ -247,7 +244,7 @@ def test_a_slip_in_a_hook_stops_the_run_and_a_bad_sample_does_not(policy: Any) -
     collate = robust.robust_collate(
         lambda batch: default_collate_fn(batch, processor("qwen2_vl"), None, typo)
     )
-    with pytest.raises(ConfigError, match="hook failed"):
+    with raises_config("post_tokenize_hook", match="KeyError: 'inputs_ids'"):
         collate([TEXT])
 
 
@@ -285,17 +282,17 @@ def test_audio_that_has_no_place_is_rejected() -> None:
         "1 audio clips for 0 placeholders": {**chat(say("assistant", "x")), "audio": clip},
     }
     for words, example in wrong.items():
-        with pytest.raises(BadSample, match=words):
+        with raises_bad_sample("media_mismatch", match=words):
             wrap("phi4_mm", example, on_bad="raise")[0]
-        with pytest.raises(BadSample, match=words):
+        with raises_bad_sample("media_mismatch", match=words):
             phi4_mm_collate_fn([example], processor("phi4_mm"))
-    with pytest.raises(BadSample, match="a part of type audio; qwen2_vl takes image, video"):
+    with raises_bad_sample("media_mismatch", match="a part of type audio"):
         wrap("qwen2_vl", {**TEXT, "audio": clip}, on_bad="raise")[0]
 
 
 def test_audio_next_to_the_conversation_that_is_too_short_is_rejected() -> None:
     short = {**chat(say("user", "What?"), say("assistant", "x")), "audio": (tone(399), 16_000)}
-    with pytest.raises(BadSample, match="needs at least 400"):
+    with raises_bad_sample("broken_media", match="at least 400"):
         phi4_mm_collate_fn([short], processor("phi4_mm"))
 
 
@@ -305,22 +302,22 @@ def test_audio_next_to_the_conversation_that_is_too_short_is_rejected() -> None:
 def test_a_processor_without_a_chat_template_is_rejected_at_once() -> None:
     made = build("qwen2_vl")
     made.chat_template = None
-    with pytest.raises(ConfigError, match="Qwen2VLProcessor has no chat template"):
+    with raises_config("processor.chat_template"):
         PreTokenizedDatasetWrapper([TEXT], made)
     robust = RobustDatasetWrapper([TEXT], on_bad="skip", ledger=Ledger())
     for limit in (None, 100):
         collate = robust.robust_collate(lambda batch, limit=limit: default_collate_fn(batch, made, limit))
-        with pytest.raises(ConfigError, match="Qwen2VLProcessor has no chat template"):
+        with raises_config("processor.chat_template"):
             collate([TEXT])
     made.tokenizer = copy.deepcopy(made.tokenizer)
     made.tokenizer.chat_template = "the processor does not ask for this one"
-    with pytest.raises(ConfigError, match="Qwen2VLProcessor has no chat template"):
+    with raises_config("processor.chat_template"):
         PreTokenizedDatasetWrapper([TEXT], made)
     PreTokenizedDatasetWrapper([TEXT], processor("nemotron_parse"))
 
 
 def test_truncation_needs_a_length() -> None:
-    with pytest.raises(ConfigError, match="truncate=True without max_length"):
+    with raises_config("truncate", True):
         wrap("qwen2_vl", TEXT, truncate=True)
 
 
@@ -333,7 +330,7 @@ def test_a_robust_wrapper_inside_is_rejected_where_it_skips() -> None:
             raise OSError("gone")
 
     robust = RobustDatasetWrapper(Gone(), on_bad="skip", ledger=Ledger())
-    with pytest.raises(ConfigError, match=r"returns None for sample .* not a RobustDatasetWrapper"):
+    with raises_config("dataset"):
         PreTokenizedDatasetWrapper(robust, processor("qwen2_vl"), on_bad="skip", ledger=Ledger())[0]
 
 
@@ -343,7 +340,7 @@ def test_encoded_samples_in_a_function_for_examples_stop_the_run() -> None:
         collate = samples.robust_collate(
             lambda batch, function=function: function(batch, processor("qwen2_vl"))
         )
-        with pytest.raises(ConfigError, match="already encoded, use pad_collate_fn"):
+        with raises_config("conversation"):
             collate(samples.__getitems__([0, 1]))
     assert len(samples.ledger) == 0
 

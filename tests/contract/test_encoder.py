@@ -9,9 +9,9 @@ import torch
 
 from contract.processors import FAMILIES, processor
 from contract.samples import make_image, turns
-from packhorse.errors import BadSample
 from packhorse.families import Encoder, Generic
 from packhorse.formats.conversation import parse_conversation
+from raising import raises_bad_sample
 
 
 def question(*images):
@@ -34,9 +34,8 @@ def test_an_encoder_in_another_process_encodes_the_same(name):
 
 
 def test_the_error_of_a_broken_image_has_the_key_of_its_row():
-    with pytest.raises(BadSample) as caught:
+    with raises_bad_sample("broken_media", key="a/1"):
         Encoder(processor("qwen2_vl")).encode(question(b"no image"))
-    assert (caught.value.key, caught.value.reason) == ("a/1", "broken_media")
 
 
 def test_special_tokens_of_a_tokenizer_are_looked_up_once_and_not_for_every_sample():

@@ -15,6 +15,7 @@ from packhorse.families import Encoder, Generic, LoadedMedia
 from packhorse.families.media_sizes import fill_placeholders, shorten, write_out
 from packhorse.media import VideoInfo, placeholder_media
 from packhorse.types import Conversation, MediaRef, Message, TextPart
+from raising import raises_bad_sample
 
 EVERY = tuple(FAMILIES)
 SEEING = tuple(name for name in EVERY if "video" in FAMILIES[name].modalities)
@@ -274,7 +275,7 @@ def test_a_typed_content_token_is_counted_as_encoding_counts_it():
     text = encoder.render(encoder.family.turns(conversation))
     ids = encoder.tokenize(encoder.expand(text, []), rendered=text)
     assert sum(token in encoder.media_token_ids for token in ids) == 1
-    with pytest.raises(BadSample, match="1 media tokens where its media need 0"):
+    with raises_bad_sample("media_mismatch", match="1 media tokens where its media need 0"):
         encoder.encode(conversation)
 
 

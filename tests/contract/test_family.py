@@ -13,11 +13,12 @@ from contract.processors import FAMILIES, build, processor
 from contract.samples import clip, turns
 from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS
 from packhorse.count.token_counter import TokenCounter
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import ConfigError
 from packhorse.families import FAMILIES as DECLARED
 from packhorse.families import Encoder, family_of
 from packhorse.formats.conversation import parse_conversation
 from packhorse.types import MediaRef
+from raising import raises_bad_sample, raises_config
 
 EVERY = tuple(FAMILIES)
 every_family = pytest.mark.parametrize("name", EVERY)
@@ -121,11 +122,8 @@ def test_every_tensor_is_divided_among_its_media(name, case, made):
 @pytest.mark.parametrize(("name", "case"), REJECTED)
 def test_what_a_family_cannot_take_is_rejected_by_name(name, case, files):
     rejection = REJECTED[name, case]
-    with pytest.raises(BadSample, match=rejection.words) as caught:
+    with raises_bad_sample(rejection.reason, key=f"{name}/{case}", stage="encode", match=rejection.words):
         make(name, case, files)
-    assert caught.value.reason == rejection.reason
-    assert caught.value.key == f"{name}/{case}"
-    assert caught.value.stage == "encode"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +131,7 @@ def test_what_a_family_cannot_take_is_rejected_by_name(name, case, files):
     [(n, c) for n in EVERY for c in ("one image", "video", "audio") if not takes(n, c)],
 )
 def test_a_kind_of_media_that_the_family_lacks_is_rejected(name, case, files):
-    with pytest.raises(BadSample, match=f"a part of type {case}; .* takes image"):
+    with raises_bad_sample("media_mismatch", match=f"a part of type {case}"):
         make(name, case, files)
 
 
@@ -146,9 +144,8 @@ def test_a_typed_placeholder_is_rejected(name, files):
             said = conversation(name, case, files)
             turn = next(turn for turn in said if turn["role"] == role)
             turn["content"].append({"type": "text", "text": f"Look: {placeholder}"})
-            with pytest.raises(BadSample, match="not distinguishable from a media item") as caught:
+            with raises_bad_sample("media_mismatch", match="not distinguishable from a media item"):
                 encoder.encode(parse_conversation({"conversation": said}))
-            assert caught.value.reason == "media_mismatch"
 
 
 @every_family
@@ -158,9 +155,8 @@ def test_a_typed_content_token_is_rejected(name, files):
     for number in encoder.media_token_ids:
         token = made.tokenizer.convert_ids_to_tokens(number)
         said = turns(question=f"Look: {token}")
-        with pytest.raises(BadSample) as caught:
+        with raises_bad_sample("media_mismatch"):
             encoder.encode(parse_conversation({"conversation": said}))
-        assert caught.value.reason == "media_mismatch"
 
 
 class InWorker(torch.utils.data.Dataset):
@@ -211,9 +207,7 @@ def test_an_undeclared_tensor_stops_the_run(name):
     made = returning(name, surprise=torch.zeros(1, 7))
     encoder = Encoder(made)
     assert encoder.family is family_of(processor(name))
-    with pytest.raises(
-        ConfigError, match=r"'surprise' of shape \(1, 7\), which family '.*' does not declare"
-    ):
+    with raises_config("surprise", (1, 7)):
         encoder.encode(parse_conversation({"conversation": turns()}))
 
 
@@ -226,10 +220,9 @@ def test_a_tensor_of_another_shape_than_declared_stops_the_run(name, files):
     encoder = Encoder(returning(name, **{key: torch.ones(3, 3, 3, dtype=torch.long)}))
     said = conversation(name, "one image", files)
     # A grid of another shape also changes how many patches are expected.
-    with pytest.raises(
-        ConfigError, match=r"of shape \(\d+, .*; for {'image': 1} .* expects \d+ along axis 0"
-    ):
+    with pytest.raises(ConfigError, match=r"for {'image': 1} .* expects \d+ along axis 0") as caught:
         encoder.encode(parse_conversation({"conversation": said}))
+    assert caught.value.setting in layouts
 
 
 @every_family
@@ -278,7 +271,7 @@ def test_audio_that_is_too_short_is_rejected_and_a_little_longer_is_not(name):
             assert encoded.sizes == (("audio", samples),)
             assert all(torch.isfinite(value.float()).all() for value in encoded.media.values())
         else:
-            with pytest.raises(BadSample, match=f"needs at least {encoder.family.least_samples}"):
+            with raises_bad_sample("broken_media", match=f"needs at least {encoder.family.least_samples}"):
                 encoder.encode(parsed)
 
 
@@ -301,7 +294,7 @@ def question(*files):
 @pytest.mark.parametrize("name", ["llava_onevision", "internvl"])
 def test_videos_of_different_length_in_one_sample_are_rejected(name, files):
     two = question(("video", str(files["video.mp4"])), ("video", str(files["slow.mp4"])))
-    with pytest.raises(BadSample, match=r"a/1: the processor rejects it: .*equal size"):
+    with raises_bad_sample("sample_failed", key="a/1", match="equal size"):
         Encoder(processor(name)).encode(two)
 
 
@@ -317,18 +310,18 @@ class _BrokenDecoder:
 
 def test_an_error_of_a_decoder_names_the_media_item_and_not_the_processor():
     sample = question(("audio", _BrokenDecoder()))
-    with pytest.raises(BadSample, match=r"cannot be decoded .ZeroDivisionError: a sampling rate of 0") as bad:
+    with raises_bad_sample(
+        "broken_media", stage="media", match="ZeroDivisionError: a sampling rate of 0"
+    ) as bad:
         Encoder(processor("qwen3_omni")).encode(sample)
-    assert (bad.value.reason, bad.value.stage) == ("broken_media", "media")
     assert "_BrokenDecoder" in bad.value.detail
     assert "processor" not in bad.value.detail
 
 
 def test_counting_names_a_media_item_that_its_decoder_cannot_read():
     sample = question(("audio", _BrokenDecoder()))
-    with pytest.raises(BadSample, match=r"cannot be decoded .ZeroDivisionError: a sampling rate of 0") as bad:
+    with raises_bad_sample("broken_media", key="a/1", stage="media", match="ZeroDivisionError"):
         TokenCounter(Encoder(processor("qwen3_omni"))).count(sample)
-    assert (bad.value.reason, bad.value.stage, bad.value.key) == ("broken_media", "media", "a/1")
 
 
 def test_qwen3_omni_gives_each_video_its_own_time_per_patch(files):
@@ -390,16 +383,15 @@ def test_a_typed_placeholder_does_not_pass_for_an_image_that_the_template_droppe
     )
     said = conversation("qwen2_vl", "one image", files)
     said[0]["content"].append({"type": "text", "text": "<|image_pad|>"})
-    with pytest.raises(BadSample, match="1 times for 1 media items, 1 of them typed in a text"):
+    with raises_bad_sample("media_mismatch", match="1 of them typed in a text"):
         Encoder(made).encode(parse_conversation({"conversation": said}))
 
 
 def test_a_template_that_rejects_a_conversation_makes_a_bad_sample():
     made = build("qwen2_vl")
     made.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(BadSample, match="the chat template rejects it: roles must alternate") as caught:
+    with raises_bad_sample("wrong_format", match="roles must alternate"):
         Encoder(made).encode(question())
-    assert caught.value.reason == "wrong_format"
 
 
 @pytest.mark.parametrize("name", [n for n in EVERY if "video" in FAMILIES[n].modalities])

@@ -15,8 +15,8 @@ from contract.text_models import TEXT_MODELS, text_model
 from contract.tiny_models import MODELS, tiny_model
 from contract.torchvision_ops import make_torchvision_importable
 from noise_floor import CONTROL, FACTOR, largest_difference, noise_floor
-from packhorse.errors import ConfigError
 from packhorse.families.models import PACKABLE, check_packable, known_problems, packing_problems
+from raising import raises_config
 
 make_torchvision_importable()
 
@@ -152,7 +152,7 @@ def test_a_type_that_selects_keys_over_the_row_differs_and_is_rejected_as_unprov
     packed, alone, _, _ = packed_and_alone(with_random_weights(model))
     assert largest_difference(packed, alone) > CONTROL * FACTOR * noise_floor(alone)
     for given in (model, model.config):
-        with pytest.raises(ConfigError) as caught:
+        with raises_config("model") as caught:
             check_packable(given)
         for part in ("model type 'doge'", "packhorse parity --model", 'model="unchecked"', 'mode="pad"'):
             assert part in str(caught.value)

@@ -19,9 +19,9 @@ from contract.tiny_models import MODELS, tiny_model
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import _inject_thinking_prefix_tokens, pad_collate_fn
 from packhorse.datasets import PreTokenizedDatasetWrapper
-from packhorse.errors import BadSample
 from packhorse.families import Encoder
 from packhorse.ledger import Ledger
+from raising import raises_bad_sample
 
 CHATTING = [name for name, fixture in FAMILIES.items() if fixture.chats]
 
@@ -108,7 +108,7 @@ def test_too_long_is_replaced_skipped_or_raised_and_recorded() -> None:
     assert (drop.key, drop.stage, drop.reason, drop.action) == ("1", "encode", "too_long", "replaced")
     skipping = wrap("qwen2_vl", *examples, max_length=120, on_bad="skip")
     assert [sample is None for sample in skipping] == [False, True, False]
-    with pytest.raises(BadSample, match=r"more than max_length=120"):
+    with raises_bad_sample("too_long", key="1"):
         wrap("qwen2_vl", *examples, max_length=120, on_bad="raise")[1]
 
 
@@ -142,7 +142,7 @@ def test_an_answer_that_alone_is_too_long_is_cut_in_its_text() -> None:
 
 def test_a_question_that_leaves_no_space_for_an_answer_is_bad() -> None:
     wrapper = wrap("qwen2_vl", IMAGE, max_length=20, truncate=True, on_bad="raise")
-    with pytest.raises(BadSample, match="no supervised token would remain"):
+    with raises_bad_sample("too_long", key="0", match="no supervised token would remain"):
         wrapper[0]
 
 
@@ -199,7 +199,7 @@ def test_a_broken_image_follows_the_policy_and_is_named(tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes(b"\x89PNG\r\n\x1a\nnot much")
     broken = chat(say("user", str(tmp_path / "cut.png"), "?"), say("assistant", "x"))
     broken["conversation"][0]["content"][0] = {"type": "image", "image": str(tmp_path / "cut.png")}
-    with pytest.raises(BadSample, match=r"cut\.png"):
+    with raises_bad_sample("broken_media", key="0", match=r"cut\.png"):
         wrap("qwen2_vl", broken, on_bad="raise")[0]
     skipping = wrap("qwen2_vl", broken, TEXT, on_bad="skip")
     assert skipping[0] is None
@@ -210,7 +210,7 @@ def test_a_broken_image_follows_the_policy_and_is_named(tmp_path: Path) -> None:
 
 def test_what_a_processor_rejects_follows_the_policy_too() -> None:
     stripe = chat(say("user", make_image(2000, 4), "?"), say("assistant", "x"))  # Qwen takes at most 1 to 200
-    with pytest.raises(BadSample, match="the processor rejects it: absolute aspect ratio"):
+    with raises_bad_sample("sample_failed", key="0", match="absolute aspect ratio"):
         wrap("qwen2_vl", stripe, on_bad="raise")[0]
     skipping = wrap("qwen2_vl", stripe, TEXT, on_bad="skip")
     assert skipping[0] is None
@@ -221,7 +221,7 @@ def test_what_a_processor_rejects_follows_the_policy_too() -> None:
 def follows_the_policy(made: Any, bad: Any, stage: str, reason: str, words: str) -> None:
     """A bad sample raises, is dropped, or is replaced by the same one at every run; the ledger says why."""
     examples = [bad, TEXT, IMAGE]
-    with pytest.raises(BadSample, match=words):
+    with raises_bad_sample(reason, key="0", stage=stage, match=words):
         PreTokenizedDatasetWrapper(examples, made, on_bad="raise", ledger=Ledger())[0]
     for policy, action in (("skip", "dropped"), ("replace", "replaced")):
         runs = []

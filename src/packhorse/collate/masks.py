@@ -32,7 +32,8 @@ def spans(documents: torch.Tensor) -> Iterator[Span]:
         visible = numbers[seen]
         steps = visible.diff()
         if bool((steps < 0).any()):
-            raise ConfigError(f"document numbers of row {row} decrease: expected 1, 2, … from left to right")
+            what = f"the numbers of documents in row {row} decrease: expected 1, 2, … from left to right"
+            raise ConfigError(what, setting="documents")
         starts = torch.nonzero(steps).flatten() + 1
         edges = [0, *starts.tolist(), len(seen)]
         for first, after in pairwise(edges):

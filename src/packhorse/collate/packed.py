@@ -96,10 +96,8 @@ def neat_packed_vlm_collater(
         ConfigError: a pack is None or longer than ``max_length``, the backend is unknown, or the family needs
             another one.
     """
-    packs, family = read_packs(batch)
     return collate_packs(
-        packs,
-        family,
+        *read_packs(batch),
         padding_idx,
         max_length,
         attn_implementation,
@@ -134,8 +132,8 @@ def collate_packs(
     """Collate typed packs as :func:`neat_packed_vlm_collater` does; ``family`` is that of their samples."""
     backend = "sdpa" if attn_implementation is None else attn_implementation
     if backend not in ATTENTION:
-        hint = suggest(backend, ATTENTION)
-        raise ConfigError(f"{attn_implementation=}: expected one of {', '.join(ATTENTION)}, or None{hint}")
+        expected = f"expected one of {', '.join(ATTENTION)}, or None{suggest(backend, ATTENTION)}"
+        raise ConfigError.of("attn_implementation", attn_implementation, expected)
     if not packs:
         return {}
     rows = PackedRows(packs, family, padding_idx, max_length)
@@ -187,10 +185,8 @@ def loss_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     mask = batch.get("attention_mask")
     numbers = isinstance(mask, torch.Tensor) and mask.dim() != _DENSE and "_packed_seq_ids" in batch
     if numbers and "cu_seq_lens_q" not in batch:
-        raise ConfigError(
-            "attention_mask holds document numbers (materialize_4d_mask=False), and models of transformers "
-            "would take each row for one document: collate with materialize_4d_mask=True"
-        )
+        why = "models of transformers take each row for one document, collate with materialize_4d_mask=True"
+        raise ConfigError.of("materialize_4d_mask", False, why)
     omitted = {*_INFORMATION, "attention_mask"} if "cu_seq_lens_q" in batch else _INFORMATION
     return {key: value for key, value in batch.items() if key not in omitted}
 
@@ -232,11 +228,12 @@ def takes_batches_of(attention: str, backend: str) -> bool:
 def check_takes_batches_of(name: str, attention: str, backend: str) -> None:
     """Raise unless the model ``name``, which runs ``attention``, can train on batches for ``backend``."""
     if not takes_batches_of(attention, backend):
-        raise ConfigError(
+        what = (
             f"{name} runs {attention!r} attention, but the loader builds batches for attn_implementation="
             f"{backend!r}: documents of a pack may attend to each other. Call packhorse.prepare(model, "
             f"{backend!r}) before packhorse.load, or remove attn_implementation to use the model's"
         )
+        raise ConfigError(what, setting="attn_implementation", value=backend)
 
 
 def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
@@ -245,11 +242,12 @@ def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
     if supported:
         check_packable(model)
     if supported and not any(takes_batches_of(attention, backend) for backend in supported):
-        raise ConfigError(
+        what = (
             f"the batch is for {' or '.join(supported)}, the model's decoder runs {attention}: documents "
             "would attend to each other. Call packhorse.integrations.attention.use_attention(model, "
             f"{supported[0]!r}), or collate with attn_implementation={attention!r}"
         )
+        raise ConfigError(what, setting="attn_implementation", value=attention)
 
 
 def _backends_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
@@ -277,10 +275,8 @@ class PackedRows:
         self.packs, self.family, self.padding_idx = packs, family, padding_idx
         longest = max(map(len, packs))
         if max_length is not None and longest > max_length:
-            raise ConfigError(
-                f"a pack has {longest:,} tokens, the batch has max_length={max_length:,}: set max_length to "
-                "at least the pack_size of the dataset"
-            )
+            expected = f"a pack has {longest:,} tokens, set at least the pack_size of the dataset"
+            raise ConfigError.of("max_length", max_length, expected)
         self.length = longest if max_length is None else max_length
         self.alignments = [pack.alignment for pack in packs]
 
@@ -305,16 +301,11 @@ class PackedRows:
     ) -> tuple[dict[str, Any], Segments]:
         """Move hidden tokens after their document, so that documents are contiguous; return segments too."""
         if bidirectional:
-            raise ConfigError(
-                f"images of this family have bidirectional attention, which {backend} does not support: use "
-                "sdpa, eager or flex_attention"
-            )
+            raise _not_supported("images of this family have bidirectional attention", backend)
         alignment = math.lcm(*self.alignments)
         if self.length % alignment:
-            raise ConfigError(
-                f"documents are aligned to {alignment} tokens, but rows have {self.length:,}: set max_length "
-                f"(pack_size of a loader) to a multiple of {alignment}"
-            )
+            expected = f"documents are aligned to {alignment}, set a multiple of it (in a loader: pack_size)"
+            raise ConfigError.of("max_length", self.length, expected)
         segments = find_segments(made["attention_mask"], self.alignments)
         if not segments.moved:
             return dict(made), segments
@@ -332,10 +323,8 @@ class PackedRows:
             hiding = set(owner[row][(documents[row] == 0) & (owner[row] == following[row])].tolist())
             for number in sorted(hiding) if media else ():
                 if media[number - 1] > 1:
-                    raise ConfigError(
-                        f"document {number} of row {row} has hidden tokens and {media[number - 1]} media, "
-                        f"which {backend} does not support: use sdpa, eager or flex_attention"
-                    )
+                    what = f"document {number} of row {row} has hidden tokens and {media[number - 1]} media"
+                    raise _not_supported(what, backend)
 
     def media(self, pixel_dtype: torch.dtype | None, with_layout: bool) -> dict[str, Any]:
         """Return the media tensors of all packs, joined in one copy, with their layout if requested."""
@@ -357,6 +346,11 @@ class PackedRows:
         return layout if self.family is not None else TensorLayout(layout.kinds, "sample")
 
 
+def _not_supported(what: str, backend: str) -> ConfigError:
+    why = f"{what}, which it does not support: use sdpa, eager or flex_attention"
+    return ConfigError.of("attn_implementation", backend, why)
+
+
 def _add_bidirectional_mask(
     made: dict[str, Any],
     bidirectional: torch.Tensor,
@@ -372,9 +366,11 @@ def _add_bidirectional_mask(
         del made["attention_mask"]
         return
     if config is None or backend == "flex_attention":
-        raise ConfigError(
+        raise ConfigError.of(
+            "inject_fake_images",
+            True,
             "a pack of this family has a fake image, which only a mask for each type of layer can hide: pass "
-            "config=model.config and use sdpa or eager, or set inject_fake_images=False for the dataset"
+            "config=model.config and use sdpa or eager, or set inject_fake_images=False for the dataset",
         )
     text = config.get_text_config()
     full = sliding = bidirectional & (documents > 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from logging import getLogger
 from typing import Any, Literal, Protocol, get_args
@@ -26,7 +26,7 @@ from packhorse.ledger import Ledger
 from packhorse.plan.lengths import Eligibility, LazyLengths, after_shift, check_eligibility, sample_lengths
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
-from packhorse.types import Action, Drop, Flags, Integers, Reason, Sample, Stage
+from packhorse.types import Action, Drop, Integers, Reason, Sample, Stage
 
 logger = getLogger("packhorse.neat_packing_vlm")
 
@@ -119,12 +119,11 @@ class PackedDatasetWrapper(ReplacingDataset):
         )
         if on_overflow not in (None, *get_args(OnOverflow)):
             choices = get_args(OnOverflow)
-            raise ConfigError(
-                f"on_overflow={on_overflow!r}: expected one of {', '.join(choices)}"
-                f"{suggest(on_overflow, choices)}"
-            )
-        if pack_size < 1 or sequence_alignment < 1:
-            raise ConfigError(f"{pack_size=}, {sequence_alignment=}: expected at least 1")
+            expected = f"expected one of {', '.join(choices)}{suggest(on_overflow, choices)}"
+            raise ConfigError.of("on_overflow", on_overflow, expected)
+        for name, number in (("pack_size", pack_size), ("sequence_alignment", sequence_alignment)):
+            if number < 1:
+                raise ConfigError.of(name, number, "expected at least 1")
         self.inner_dataset, self.bins, self.pack_size = inner_dataset, bins, pack_size
         self.plan: PackPlan | None = bins if isinstance(bins, PackPlan) else None
         self.padding_idx, self.get_rope_index = padding_idx, get_rope_index
@@ -253,10 +252,8 @@ class PackedDatasetWrapper(ReplacingDataset):
 
 def not_encoded(dataset: Any) -> ConfigError:
     """Return the error for a dataset of raw examples."""
-    return ConfigError(
-        f"the samples of a {type(dataset).__name__} have no 'input_ids', but packs need encoded samples: "
-        "pack PreTokenizedDatasetWrapper(dataset, processor)"
-    )
+    why = "its samples have no 'input_ids', pack PreTokenizedDatasetWrapper(dataset, processor)"
+    return ConfigError.of("dataset", type(dataset).__name__, why)
 
 
 @lru_cache(maxsize=64)
@@ -360,26 +357,23 @@ def neat_pack_dataset_vlm(
         BadSample: ``on_bad="raise"``, and a row could not be counted.
     """
     if not 0 < packing_ratio <= 1:
-        raise ConfigError(f"{packing_ratio=}: expected more than 0 and at most 1")
+        raise ConfigError.of("packing_ratio", packing_ratio, "expected more than 0 and at most 1")
     if max_packs is not None and max_packs < 0:
-        raise ConfigError(f"{max_packs=}: expected 0 or more")
+        raise ConfigError.of("max_packs", max_packs, "expected 0 or more")
     if plan is not None and packing_ratio != 1:
-        raise ConfigError(
-            f"{packing_ratio=} with a plan: the plan has its own capacity, remove packing_ratio"
-        )
+        remedy = "the plan has a capacity of its own, remove packing_ratio"
+        raise ConfigError.of("packing_ratio", packing_ratio, remedy)
     _check_encoded(dataset)
     lengths = sample_lengths(dataset, ds_raw, processor, counts)
     eligibility = check_eligibility(dataset, lengths, pack_size, sequence_alignment, drop_long_samples)
     if plan is None:
         capacity = int(pack_size * packing_ratio)
         full_plan = _make_plan(eligibility, pack_size, capacity, sequence_alignment, seed)
-        order = np.arange(len(full_plan))
         if balance_media_tokens and lengths.media.any():
-            order = np.argsort(full_plan.sums(lengths.media), kind="stable")
+            full_plan = full_plan.in_order(np.argsort(full_plan.sums(lengths.media), kind="stable"))
     else:
         full_plan = _read_plan(plan, eligibility, pack_size, sequence_alignment)
-        order = np.arange(len(full_plan))
-    final_plan = full_plan.in_order(order[_select_packs(len(order), max_packs)])
+    final_plan = full_plan.in_order(_select_packs(len(full_plan), max_packs))
     packed = PackedDatasetWrapper(
         dataset,
         final_plan,
@@ -418,9 +412,8 @@ def _make_plan(
     """Plan packs; a sample that may be longer than the capacity but is not dropped gets its own pack."""
     longest = capacity - capacity % alignment
     if longest < 1:
-        raise ConfigError(
-            f"packs planned with {capacity} of {pack_size} tokens hold no document of {alignment}"
-        )
+        expected = f"expected at most {capacity}, the tokens that packs of {pack_size} are planned with"
+        raise ConfigError.of("sequence_alignment", alignment, expected)
     excluded = eligibility.bad | eligibility.too_long
     lengths = np.where(excluded, pack_size + 1, np.minimum(eligibility.lengths, longest))
     plan = plan_packs(lengths, capacity, alignment=alignment, seed=seed, empty="keep")
@@ -431,13 +424,13 @@ def _read_plan(
     plan: PackPlan | str | os.PathLike[str], eligibility: Eligibility, pack_size: int, alignment: int
 ) -> PackPlan:
     """Return a given plan without the samples that cannot be in a pack; raise if it is for other packs."""
-    name = "the plan" if isinstance(plan, PackPlan) else os.fspath(plan)
+    path = "" if isinstance(plan, PackPlan) else os.fspath(plan)
+    name = path or "the plan"
     plan = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
     lengths = eligibility.lengths
     if plan.samples != len(lengths):
-        raise ConfigError(
-            f"{name} has {plan.samples:,} samples, the dataset has {len(lengths):,}: plan this dataset"
-        )
+        what = f"{name} has {plan.samples:,} samples, the dataset has {len(lengths):,}: plan this dataset"
+        raise ConfigError(what, setting="plan", path=path)
     plan = plan.without(eligibility.bad, lengths, "sample_failed")
     plan = plan.without(eligibility.too_long, lengths, "too_long")
     # Estimates are no reason to reject a plan: its author may have had exact lengths.
@@ -445,22 +438,21 @@ def _read_plan(
     tokens = plan.sums(lengths + -lengths % alignment) if exact else plan.tokens
     over = np.flatnonzero((tokens > pack_size) & (np.diff(plan.offsets) > 1))
     if len(over):
-        raise ConfigError(
-            f"pack {over[0]} of {name} has {tokens[over[0]]:,} tokens, for packs of {pack_size:,} "
-            f"({len(over):,} of {len(plan):,} packs are too large): plan with "
-            f"plan_packs(pack_lengths(dataset), {pack_size})"
+        what = (
+            f"{len(over):,} of {len(plan):,} packs of {name} are too large for packs of {pack_size:,} (pack "
         )
+        what += (
+            f"{over[0]} has {tokens[over[0]]:,} tokens): use plan_packs(pack_lengths(dataset), {pack_size})"
+        )
+        raise ConfigError(what, setting="plan", path=path)
     return plan
 
 
-def _select_packs(packs: int, max_packs: int | None) -> Flags:
+def _select_packs(packs: int, max_packs: int | None) -> Integers:
     """Return which packs are kept: all, or ``max_packs`` of them from the middles of equal parts."""
     if max_packs is None or max_packs >= packs:
-        return np.ones(packs, bool)
-    kept = np.zeros(packs, bool)
-    if max_packs:
-        kept[(2 * np.arange(max_packs, dtype=np.int64) + 1) * packs // (2 * max_packs)] = True
-    return kept
+        return np.arange(packs)
+    return (2 * np.arange(max_packs) + 1) * packs // (2 * max(max_packs, 1))
 
 
 def _record_excluded(
@@ -503,13 +495,7 @@ class PackedDatasetWrapperConfig:
     ) -> PackedDatasetWrapper:
         """Wrap a dataset of encoded samples; no sample is encoded yet."""
         return PackedDatasetWrapper(
-            inner_dataset,
-            bins,
-            self.pack_size,
-            padding_idx,
-            get_rope_index,
-            self.max_retries,
-            sequence_alignment=self.sequence_alignment,
+            inner_dataset, bins, padding_idx=padding_idx, get_rope_index=get_rope_index, **asdict(self)
         )
 
 
@@ -520,10 +506,6 @@ class NeatPackConfig:
     Args:
         pack_size: see :func:`neat_pack_dataset_vlm`, like ``drop_long_samples``, ``max_packs``,
             ``packing_ratio`` and ``balance_media_tokens``.
-        drop_long_samples: see there.
-        max_packs: see there.
-        packing_ratio: see there.
-        balance_media_tokens: see there.
         collate_max_length: the length of every batch; None pads to its longest pack. Like the next two, for
             :func:`packhorse.collate_fns.packed_collater`.
         attn_implementation: the attention of the model's decoder; None is ``"sdpa"``.
@@ -541,7 +523,7 @@ class NeatPackConfig:
 
     def __post_init__(self) -> None:
         if self.packing_format not in get_args(PackingFormat):
-            raise ConfigError(f"packing_format={self.packing_format!r}: expected 'neat' or 'thd'")
+            raise ConfigError.of("packing_format", self.packing_format, "expected 'neat' or 'thd'")
 
     def build(
         self,

@@ -54,7 +54,8 @@ def layout_of(key: str, family: Family | None, values: Iterable[Any] = ()) -> Te
     who = "no family declares"
     if family is not None:
         who = f"family '{family.name}' does not declare ({', '.join(table)})"
-    raise ConfigError(f"the samples hold '{key}' (a {value}), which {who}: remove it from the samples")
+    what = f"the samples hold '{key}' (a {value}), which {who}: remove it from the samples"
+    raise ConfigError(what, setting=key, value=value)
 
 
 def _named_layout(key: str) -> TensorLayout:
@@ -126,10 +127,11 @@ def _media_tensor(key: str, value: Any, sample: Mapping[str, Any], family: Famil
     expected = 1 if layout.owner == "sample" else known if None not in counts else len(items)
     if len(items) != expected:
         each = "sample" if layout.owner == "sample" else " or ".join(layout.kinds)
-        raise ConfigError(
+        what = (
             f"'{key}' of a sample is a list of {len(items)} tensors, expected {expected}: one per {each}."
             " Join them along axis 0 if they are something else"
         )
+        raise ConfigError(what, setting=key, value=len(items))
     return join(key, items if layout.owner == "rows" else [item.unsqueeze(0) for item in items], family)
 
 
@@ -140,7 +142,8 @@ def _only_layout(key: str, sample: Mapping[str, Any]) -> TensorLayout:
     if len({layout.owner for layout in layouts}) != 1:
         raise ConfigError(
             f"'{key}' of a sample is a list of tensors, which families join in different ways: join it along "
-            "axis 0, or use a dataset with a family (PreTokenizedDatasetWrapper)"
+            "axis 0, or use a dataset with a family (PreTokenizedDatasetWrapper)",
+            setting=key,
         )
     return layouts.pop()
 
@@ -149,9 +152,7 @@ def _as_tensor(key: str, value: Any) -> torch.Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"'{key}' of a sample is a {type(value).__name__} that cannot become a tensor: {error}"
-        ) from error
+        raise ConfigError.of(key, type(value).__name__, f"cannot become a tensor: {error}") from error
 
 
 def join(
@@ -217,7 +218,7 @@ def _check_ragged(key: str, parts: Sequence[torch.Tensor], family: Family | None
     why = "all but the first axis must be the same (the family does not declare it ragged)"
     if len(axes) > 1:
         why = "they differ in their number of axes"
-    raise ConfigError(f"'{key}' has shapes {shapes} in one batch: {why}")
+    raise ConfigError(f"'{key}' has shapes {shapes} in one batch: {why}", setting=key, value=shapes)
 
 
 def _count_items(
@@ -242,10 +243,8 @@ def check_tokens(sample: Sample, where: str) -> None:
     """Raise a ConfigError if a tensor of a sample has not one entry per token."""
     for key, value in sample.per_token.items():
         if value.shape[-1] != len(sample) or value.dim() > (2 if key == "position_ids" else 1):
-            shape = tuple(value.shape)
-            raise ConfigError(
-                f"{where}: '{key}' is {shape}, expected one entry for each of {len(sample)} tokens"
-            )
+            expected = f"expected one entry for each of the {len(sample)} tokens of {where}"
+            raise ConfigError.of(key, tuple(value.shape), expected)
 
 
 class Packer:
@@ -298,21 +297,24 @@ class Packer:
                 only some samples have positions or loss weights.
         """
         if not samples:
-            raise ConfigError("a pack has no samples: expected at least one")
+            raise ConfigError("a pack has no samples: expected at least one", setting="samples", value=0)
         _check_all_or_none(samples)
         rows = [_document(sample, number) for number, sample in enumerate(samples, 1)]
         lengths = [len(sample) for sample in samples]
         padded = [self.padded_length(length) for length in lengths]
         if sum(padded) > self.pack_size:
-            raise ConfigError(
-                f"documents of {padded} tokens, {sum(padded)} together, in a pack of {self.pack_size}"
-            )
+            expected = f"expected at least {sum(padded)}, for documents of {padded} tokens"
+            raise ConfigError.of("pack_size", self.pack_size, expected)
         joined = {}
         for key in dict.fromkeys(key for row in rows for key in row):
             columns = (row.get(key, torch.zeros_like(row["input_ids"])) for row in rows)
             fill = fill_value(key, self.padding_idx)
             joined[key] = torch.cat(
-                [pad_last(column, width, fill) for column, width in zip(columns, padded, strict=True)], dim=-1
+                [
+                    F.pad(column, (0, width - column.shape[-1]), value=fill)
+                    for column, width in zip(columns, padded, strict=True)
+                ],
+                dim=-1,
             )
         items = [{kind: sample.num_items.get(kind, 0) for kind in MEDIA_KINDS} for sample in samples]
         media = {
@@ -339,14 +341,15 @@ def _check_all_or_none(samples: Sequence[Sample]) -> None:
         missing = [sample for sample in samples if getattr(sample, field) is None]
         if 0 < len(missing) < len(samples):
             name = missing[0].key or f"sample {samples.index(missing[0])}"
-            raise ConfigError(f"{name} has no '{field}', but others of its pack have: expected all or none")
+            what = f"{name} has no '{field}', but others of its pack have: expected all or none"
+            raise ConfigError(what, setting=field)
 
 
 def _document(sample: Sample, number: int) -> dict[str, torch.Tensor]:
     """Return the tensors per token of one document, its number in place of the mask."""
     where = f"sample {number - 1} of the pack"
     if sample.labels is None:
-        raise ConfigError(f"{where} has no labels, only {', '.join(sample.per_token)}")
+        raise ConfigError(f"{where} has no labels, only {', '.join(sample.per_token)}", setting="labels")
     check_tokens(sample, where)
     row = sample.per_token
     ids, mask = row["input_ids"], row.get("attention_mask")
@@ -364,12 +367,6 @@ def fill_value(key: str, padding_idx: int) -> int:
     return {"input_ids": padding_idx, "labels": IGNORE_INDEX}.get(key, 0)
 
 
-def pad_last(tensor: torch.Tensor, width: int, fill: float, side: str = "right") -> torch.Tensor:
-    """Pad the last axis to ``width``."""
-    missing = width - tensor.shape[-1]
-    return F.pad(tensor, (missing, 0) if side == "left" else (0, missing), value=fill) if missing else tensor
-
-
 def stack_tokens(
     rows: Sequence[Mapping[str, torch.Tensor]], width: int, padding_idx: int, side: str = "right"
 ) -> dict[str, Any]:
@@ -379,11 +376,10 @@ def stack_tokens(
         given = [row.get(key) for row in rows]
         axes = {tuple(value.shape[:-1]) for value in given if value is not None}
         if len(axes) > 1:
-            raise ConfigError(
-                f"'{key}' has leading axes {sorted(axes)} in one batch, expected the same in all"
-            )
+            raise ConfigError.of(key, sorted(axes), "expected the same leading axes in all samples")
         if key in _ALL_OR_NONE and any(value is None for value in given):
-            raise ConfigError(f"only some samples of the batch have '{key}': expected all or none")
+            what = f"only some samples of the batch have '{key}': expected all or none"
+            raise ConfigError(what, setting=key)
         (lead,) = axes
         dtype = reduce(torch.promote_types, (value.dtype for value in given if value is not None))
         whole = torch.full((*lead, len(rows), width), fill_value(key, padding_idx), dtype=dtype)
@@ -393,9 +389,6 @@ def stack_tokens(
                 whole[..., row, first : first + value.shape[-1]] = value
         stacked[key] = whole
     return stacked
-
-
-# --- packs as dicts -----------------------------------------------------------------------------------------
 
 
 def pack_to_dict(pack: PackedSample, family: Family | None) -> dict[str, Any]:
@@ -473,7 +466,8 @@ def _build_packed_vlm_sample(
     typed = [to_sample(sample, family) for sample in samples]
     for index, sample in enumerate(typed):
         if has_mrope and sample.position_ids is None:
-            raise ConfigError(f"sample {index} of the pack has no position_ids; with mRoPE each needs them")
+            what = f"sample {index} of the pack has no position_ids; with mRoPE each needs them"
+            raise ConfigError(what, setting="position_ids")
     if not has_mrope:
         typed = [replace(sample, position_ids=None) for sample in typed]
     return pack_to_dict(packer.join(typed), family)

@@ -6,28 +6,22 @@ Nothing here decodes a pixel.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from PIL import Image
 
 from packhorse.chat import CannotAlign, Processor, Turns, rejected_by_template, template_errors
 from packhorse.collate.finish import Records
-from packhorse.collate.raw_labels import _extract_assistant_text
+from packhorse.collate.raw_labels import _extract_assistant_text, tokens_or_nothing
 from packhorse.errors import BadSample, ConfigError, list_some
 from packhorse.families import Encoder
 from packhorse.families.processor_call import plain_turns, render, text_ids, tolerated_errors
-from packhorse.formats.estimate import image_config
+from packhorse.formats.estimate import image_config as _extract_image_config
 from packhorse.media import image_size
 from packhorse.media.images import image_tokens
 from packhorse.types import MEDIA_KINDS, MediaRef
 
-
-class _Keyed(Protocol):
-    @property
-    def key(self) -> str: ...
-
-
-Keyed = TypeVar("Keyed", bound=_Keyed)
+Keyed = TypeVar("Keyed", bound=Any)  # a sample or an example: it has a key
 
 
 def _extract_media_from_conversations(
@@ -59,11 +53,6 @@ def _ensure_rgb(conversations: Sequence[Turns]) -> Sequence[Turns]:
     return conversations
 
 
-def _extract_image_config(processor: Processor) -> dict[str, int] | None:
-    """Return the geometry of Qwen-like images; see :func:`packhorse.formats.estimate.image_config`."""
-    return image_config(processor)
-
-
 def _estimate_media_tokens(conversation: Turns, processor: Processor) -> int:
     """Estimate the tokens of a conversation's media beyond one placeholder each.
 
@@ -88,7 +77,7 @@ def _item_tokens(ref: MediaRef, images: int, encoder: Encoder) -> int:
         return 0  # loading it raises the reason
     except tolerated_errors(encoder.processor):
         pass  # a stub with the class name of a listed processor
-    config = image_config(encoder.processor)
+    config = _extract_image_config(encoder.processor)
     if ref.kind != "image" or config is None:
         return 0
     try:
@@ -153,17 +142,9 @@ def token_length(conversation: Turns, encoder: Encoder, key: str = "") -> int:
     except template_errors() as error:
         raise rejected_by_template(error, key, "collate") from error
     except tolerated_errors(encoder.processor, CannotAlign, ConfigError):
-        text = _length_of_texts(conversation, encoder)
+        texts = map(_extract_assistant_text, conversation)  # a processor that cannot render
+        text = sum(len(tokens_or_nothing(text, encoder)) for text in texts)
     return text + _media_tokens(conversation, encoder)
-
-
-def _length_of_texts(conversation: Turns, encoder: Encoder) -> int:
-    """Return the tokens of the turns' texts, for a processor that cannot render."""
-    try:
-        texts = filter(None, map(_extract_assistant_text, conversation))
-        return sum(len(text_ids(encoder.tokenizer, text)) for text in texts)
-    except tolerated_errors(encoder.processor):
-        return 0
 
 
 def _media(conversation: Turns) -> Iterator[MediaRef]:

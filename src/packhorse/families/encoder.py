@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from packhorse.chat import (
-    IGNORE_INDEX,
     TOKEN_KEYS,
     CannotAlign,
     ChatProcessor,
@@ -33,10 +32,9 @@ from packhorse.chat import (
     TokenizedText,
     answer_spans,
     chat_templates,
-    is_transformers,
+    label_tokens,
     rejected_by_template,
     special_tokens,
-    supervised_tokens,
     template_errors,
     token_ids,
     with_repeated_tokens,
@@ -54,6 +52,7 @@ from packhorse.errors import (
 from packhorse.families.media_sizes import (
     Pieces,
     Sizes,
+    check_equal_frames,
     fill_placeholders,
     shorten,
     size_of,
@@ -164,6 +163,7 @@ class Family:
         writes_special_tokens: the rendered text has all special tokens.
         makes_token_tensors: the processor's call returns tensors of tokens, not lists.
         listed: whether its processors are known, and tested, by their class.
+        equal_frames: all videos of a sample must have the same number of frames.
         min_transformers: the oldest transformers it works with.
         min_transformers_for: the same for kinds of media that need a newer one.
     """
@@ -185,6 +185,7 @@ class Family:
     writes_special_tokens: ClassVar[bool] = False
     makes_token_tensors: ClassVar[bool] = True
     listed: ClassVar[bool] = True
+    equal_frames: ClassVar[bool] = False
     min_transformers: ClassVar[str] = "5.12"
     min_transformers_for: ClassVar[Mapping[MediaKind, str]] = MappingProxyType({})
 
@@ -214,7 +215,7 @@ class Family:
         raise NotImplementedError(f"{self.name} has no {kind} tokens")
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """Return the number of patches in the vision encoder for a media item of this size; 0 for audio.
+        """Return the number of patches in the vision encoder for an image or video of this size.
 
         Padding up to the size of a tile counts, since it is computed; tiles that only fill up a batch do not.
         Arguments and errors are those of :meth:`media_tokens`.
@@ -232,6 +233,8 @@ class Family:
 
     def pieces_together(self, encoder: Encoder, sizes: Sizes) -> list[Pieces]:
         """:meth:`pieces` of each media item of one sample; overridden where they depend on each other."""
+        if self.equal_frames:
+            check_equal_frames(sizes)
         images = sum(kind == "image" for kind, _ in sizes)
         return [self.pieces(encoder, kind, size, images) for kind, size in sizes]
 
@@ -375,12 +378,14 @@ class Family:
             elif key in self.layout and hasattr(value, "shape"):
                 encoded.media[key] = value
             else:
-                what = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"({type(value)})"
+                shape = tuple(value.shape) if hasattr(value, "shape") else None
+                what = f"({type(value)})" if shape is None else f"of shape {shape}"
                 known = ", ".join(self.layout)
-                raise ConfigError(
+                detail = (
                     f"the processor returned '{key}' {what}, which family '{self.name}' does not declare as "
                     f"a tensor of its layout ({known}): add it there, or it would be lost"
                 )
+                raise ConfigError(detail, setting=key, value=shape)
 
     def bad(self, detail: str, conversation: Conversation, reason: Reason = "media_mismatch") -> BadSample:
         """Return the error for a conversation that is rejected."""
@@ -457,11 +462,16 @@ class Encoder(ChatProcessor):
         tokens = (getattr(owner, name, None) for owner in (self.processor, self.tokenizer))
         return next((str(token) for token in tokens if token is not None), None)
 
+    def vision(self, kind: MediaKind) -> Any:
+        """The part of the processor for images, or for videos."""
+        return self.processor.image_processor if kind == "image" else self.processor.video_processor
+
     def token(self, name: str) -> str:
         """:meth:`find_token`; ConfigError if there is none."""
         token = self.find_token(name)
         if token is None:
-            raise ConfigError(f"{type(self.processor).__name__} has no {name}, and neither has its tokenizer")
+            what = f"{type(self.processor).__name__} has no {name}, and neither has its tokenizer"
+            raise ConfigError(what, setting=name)
         return token
 
     @cached_property
@@ -511,12 +521,11 @@ class Encoder(ChatProcessor):
         processor = self.processor
         if not self.family.chats or not hasattr(processor, "chat_template"):
             return  # one without the attribute renders in another way
-        # Those of transformers do not use the tokenizer's.
-        owners = (processor,) if is_transformers(processor) else (processor, self.tokenizer)
-        if all(getattr(owner, "chat_template", None) is None for owner in owners):
+        if all(template is None for template in chat_templates(processor)):
             raise ConfigError(
                 f"{type(processor).__name__} has no chat template: set processor.chat_template (released "
-                "models bring theirs along with AutoProcessor.from_pretrained)"
+                "models bring theirs along with AutoProcessor.from_pretrained)",
+                setting="processor.chat_template",
             )
 
     # --- a conversation as text --------------------------------------------------------------------------
@@ -585,8 +594,8 @@ class Encoder(ChatProcessor):
         return self.family.media_tokens(self, kind, size, images_in_sample)
 
     def media_patches(self, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """See :meth:`Family.media_patches`."""
-        return self.family.media_patches(self, kind, size, images_in_sample)
+        """See :meth:`Family.media_patches`; 0 for audio."""
+        return 0 if kind == "audio" else self.family.media_patches(self, kind, size, images_in_sample)
 
     def pieces_of(self, sizes: Sizes, key: str = "") -> list[Pieces]:
         """:meth:`Family.pieces_together`; BadSample if the processor rejects the media."""
@@ -722,13 +731,9 @@ class Encoder(ChatProcessor):
         import torch
 
         spans = self.family.answer_spans(self, encoded.turns, encoded.text)
-        ids = encoded.tokens["input_ids"]
-        labels = torch.full_like(ids, IGNORE_INDEX, dtype=torch.int64)
-        for start, end in supervised_tokens(
-            self, encoded.text, spans, ids.tolist(), self.media_token_ids, encoded.read
-        ):
-            labels[start:end] = ids[start:end]
-        return labels
+        ids = encoded.tokens["input_ids"].tolist()
+        labels = label_tokens(self, encoded.text, spans, ids, self.media_token_ids, encoded.read)
+        return torch.from_numpy(np.array(labels, np.int64))
 
     def label_sample(self, encoded: Encoded, key: str) -> Sample:
         """Return the sample with its labels; BadSample if its answers are not located with certainty."""
@@ -756,13 +761,15 @@ class Encoder(ChatProcessor):
         layout = family.layout[key]
         items = [(kind, size) for kind, size in encoded.sizes if kind in layout.kinds]
         if layout.owner == "sample":
-            raise ConfigError(f"axis 0 of '{key}' is the sample's, not its media's ({family.name})")
+            what = f"axis 0 of '{key}' is the sample's, not its media's ({family.name})"
+            raise ConfigError(what, setting=key)
         if layout.owner == "item":
             return [1] * len(items)
         if layout.rows_from is None:
             return [family.item_rows(self, key, kind, size) for kind, size in items]
         if layout.rows_from not in encoded.media:
-            raise ConfigError(f"the processor returned '{key}' without '{layout.rows_from}' ({family.name})")
+            what = f"the processor returned '{key}' without '{layout.rows_from}' ({family.name})"
+            raise ConfigError(what, setting=layout.rows_from)
         grid = encoded.media[layout.rows_from]
         entries = iter(grid.reshape(len(grid), -1).prod(1).tolist())
         return [sum(next(entries) for _ in range(n)) for n in self.rows(encoded, layout.rows_from)]
@@ -784,11 +791,13 @@ class Encoder(ChatProcessor):
         for key, value in encoded.media.items():
             layout = family.layout[key]
             expected = 1 if layout.owner == "sample" else sum(self.rows(encoded, key))
-            if value.shape[0] != expected:
-                raise ConfigError(
-                    f"the processor returned '{key}' of shape {tuple(value.shape)}; for {dict(counts)} "
+            shape = tuple(value.shape)
+            if shape[0] != expected:
+                what = (
+                    f"the processor returned '{key}' of shape {shape}; for {dict(counts)} "
                     f"family '{family.name}' ({layout.owner}) expects {expected} along axis 0"
                 )
+                raise ConfigError(what, setting=key, value=shape)
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:
@@ -815,9 +824,8 @@ def _describe(processor: Any) -> Mapping[str, Any]:
         if hasattr(part, "to_dict") or hasattr(part, "__dict__")
     }
     if parts and not settings:
-        raise ConfigError(
-            f"{type(processor).__name__} has no to_dict with its settings, so counts cannot be saved"
-        )
+        why = "it has no to_dict with its settings, so counts cannot be saved"
+        raise ConfigError.of("processor", type(processor).__name__, why)
     return settings
 
 

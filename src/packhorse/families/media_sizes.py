@@ -83,7 +83,7 @@ def _video_size(ref: MediaRef, sampling: VideoSampling) -> VideoInfo:
 
 
 def check_equal_frames(sizes: Sizes) -> None:
-    """Raise ValueError, as processors that make one tensor of videos do, if they differ in frames."""
+    """Raise ValueError if the videos differ in frames."""
     numbers = sorted({size.total_frames for _, size in sizes if isinstance(size, VideoInfo)})
     if len(numbers) > 1:
         listed = ", ".join(map(str, numbers))
@@ -104,9 +104,6 @@ def nearest_tiles(
     return best
 
 
-# --- the text of media ------------------------------------------------------------------------------------
-
-
 def split_runs(text: str, token: str) -> Pieces:
     """The text cut into runs of a token and what is between them."""
     runs: list[tuple[str, int]] = []
@@ -118,6 +115,11 @@ def split_runs(text: str, token: str) -> Pieces:
         if between:
             runs.append((between, 1))
     return runs
+
+
+def frame_pieces(openings: Iterable[str], content: tuple[str, int], closing: str) -> Pieces:
+    """What is written for frames or chunks of a video: its opening, its content tokens and the closing."""
+    return [piece for opening in openings for piece in ((opening, 1), content, (closing, 1))]
 
 
 def write_out(pieces: Pieces) -> str:

@@ -95,7 +95,9 @@ def unwrap(model: object) -> Any:
             continue
         inner = next((part for name in _WRAPPED if (part := getattr(inner, name, None)) is not None), None)
         if inner is None:
-            raise ConfigError(f"model is a {type(model).__name__} without a config: expected {EXPECTED}")
+            name = type(model).__name__
+            what = f"model is a {name} without a config: expected {EXPECTED}"
+            raise ConfigError(what, setting="model", value=name)
     # Qwen-Omni's whole model has no forward pass: what is trained is its thinker.
     return getattr(inner, "thinker", inner)
 
@@ -124,11 +126,8 @@ def resolve_model(model: object) -> tuple[Any | None, Any]:
     if isinstance(model, str | os.PathLike):
         model = open_config(os.fspath(model))
     if model is None or isinstance(model, type):
-        given = "None" if model is None else f"the class {model.__name__}, not an object of it"
-        raise ConfigError(
-            f"model is {given}: expected {EXPECTED}. Write model=model, as of "
-            "AutoModelForImageTextToText.from_pretrained(…)"
-        )
+        expected = f"{EXPECTED}. Write model=model, as of AutoModelForImageTextToText.from_pretrained(…)"
+        raise _wrong_object("model", model, expected)
     if callable(getattr(model, "get_text_config", None)):
         return None, getattr(model, "thinker_config", model)  # as in unwrap
     inner = unwrap(model)
@@ -138,7 +137,8 @@ def resolve_model(model: object) -> tuple[Any | None, Any]:
 def open_config(name: str, trust_remote_code: bool = False) -> Any:
     """Return the config of a model in a folder or on the hub; ConfigError if there is none."""
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        raise ConfigError(f"model {name}: no config there (config.json is missing). Expected {EXPECTED}")
+        what = f"model {name}: no config there (config.json is missing). Expected {EXPECTED}"
+        raise ConfigError(what, setting="model", value=name, path=name)
     offline = check_name("model", name)
     transformers: Any = require("transformers", "train")
     wrong_values = require("huggingface_hub.errors", "train").StrictDataclassError
@@ -150,7 +150,8 @@ def open_config(name: str, trust_remote_code: bool = False) -> Any:
         why = _describe_broken(error)
         needs_code = "trust_remote_code" in str(error)
         hint = "; load the model with trust_remote_code=True and pass it" if needs_code else ""
-        raise ConfigError(f"model {name}: no config there can be read ({why}){hint}") from error
+        what = f"model {name}: no config there can be read ({why}){hint}"
+        raise ConfigError(what, setting="model", value=name) from error
 
 
 def _describe_broken(error: BaseException) -> str:
@@ -168,9 +169,11 @@ def check_name(what: str, name: str) -> bool:
     if os.path.isdir(name):
         return False
     if os.path.exists(name):
-        raise ConfigError(f"{what} {name} is a file: expected the folder or hub name of a {what}")
+        expected = f"{what} {name} is a file: expected the folder or hub name of a {what}"
+        raise ConfigError(expected, setting=what, value=name, path=name)
     if name.split() != [name] or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"{what} {name or repr(name)}: no such folder. Expected a folder or hub name")
+        expected = f"{what} {name or repr(name)}: no such folder. Expected a folder or hub name"
+        raise ConfigError(expected, setting=what, value=name, path=name)
     hub: Any = require("huggingface_hub.constants", "train")
     cached = os.path.join(hub.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
     offline = hub.HF_HUB_OFFLINE or not _hub_answers(f"{hub.ENDPOINT}/{name}")
@@ -178,10 +181,11 @@ def check_name(what: str, name: str) -> bool:
         return offline
     if offline:
         why = "HF_HUB_OFFLINE is set" if hub.HF_HUB_OFFLINE else "the hub cannot be reached"
-        raise ConfigError(
+        detail = (
             f"{what} {name}: no such folder in {os.getcwd()}, not in the hub's cache, and {why}. Pass the "
             f"folder of a {what}, or download it where there is a network: hf download {name}"
         )
+        raise ConfigError(detail, setting=what, value=name)
     logger.info("%s %s: no such folder in %s, so it is read from the hub", what, name, os.getcwd())
     return False
 
@@ -229,7 +233,8 @@ def text_config(config: ModelConfig) -> Any:
     try:
         return config.get_text_config()
     except ValueError as error:
-        raise ConfigError(f"{type(config).__name__} has no single decoder ({error})") from error
+        why = f"it has no single decoder ({error})"
+        raise ConfigError.of("model", type(config).__name__, why) from error
 
 
 def attention_of(model: object) -> str:
@@ -301,18 +306,21 @@ def check_router_loss(config: ModelConfig | None) -> None:
     """
     text = config if config is None else getattr(config, "get_text_config", lambda: config)()
     if getattr(text, "output_router_logits", False):
-        raise ConfigError(
-            "output_router_logits=True: transformers cannot compute the router's auxiliary loss for packed "
+        raise ConfigError.of(
+            "output_router_logits",
+            True,
+            "transformers cannot compute the router's auxiliary loss for packed "
             "batches, and token_loss does not add it. Set model.config.get_text_config()."
-            "output_router_logits = False to train without it, or use mode='pad' and model(**batch).loss"
+            "output_router_logits = False to train without it, or use mode='pad' and model(**batch).loss",
         )
 
 
 def packing_error(problems: Sequence[str]) -> ConfigError:
     """The error for a model that cannot be packed, from what :func:`packing_problems` returned."""
-    return ConfigError(
+    what = (
         f'this model cannot be trained on packed rows: {"; ".join(problems)}. Use padded batches: mode="pad"'
     )
+    return ConfigError(what, setting="model")
 
 
 def _problems(model: torch.nn.Module | None, config: ModelConfig) -> Iterator[str]:
@@ -375,10 +383,8 @@ def weightless_model(config: ModelConfig) -> Any | None:
         with torch.device("meta"):
             return model_class(config)
     except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
-        raise ConfigError(
-            f"{model_class.__name__} cannot be built from {type(config).__name__}, which computes positions "
-            f"({error}): pass the model"
-        ) from error
+        why = f"{model_class.__name__}, which computes positions, cannot be built ({error}): pass the model"
+        raise ConfigError.of("model", type(config).__name__, why) from error
 
 
 # --- shift_labels --------------------------------------------------------------------------------------
@@ -426,10 +432,11 @@ def check_shift_labels(model: object) -> None:
         routed = getattr(text_config(config), "output_router_logits", False)
         call = "families.models.make_honour_shift_labels" if routed else "integrations.transformers.prepare"
         passed = "" if inner is not None else " and pass the model itself"
-        raise ConfigError(
+        what = (
             f"{kind.__name__} of transformers {version} drops shift_labels, so model(**batch).loss would "
-            f"shift labels twice: call packhorse.{call}(model) first{passed}, or install a newer transformers"
+            f"shift labels twice: call packhorse.{call}(model) first{passed}, or upgrade transformers"
         )
+        raise ConfigError(what, setting="model", value=kind.__name__)
 
 
 def _passes_on(kind: type) -> bool:
@@ -494,14 +501,20 @@ def as_whole_processor(processor: Processor | str | os.PathLike[str] | None) -> 
     processor = as_processor(processor)
     speaks = any(hasattr(processor, name) for name in ("tokenizer", "apply_chat_template"))
     if isinstance(processor, type) or not callable(processor) or not (speaks or is_tokenizer(processor)):
-        given = type(processor).__name__
-        if processor is None or isinstance(processor, type):
-            given = "None" if processor is None else f"the class {processor.__name__}, not an object of it"
-        raise ConfigError(
-            f"processor is {given}: expected the model's whole processor (with a tokenizer), or the folder "
-            "or hub name of one. Write processor=AutoProcessor.from_pretrained(name)"
+        raise _wrong_object(
+            "processor",
+            processor,
+            "the model's whole processor (with a tokenizer), or the folder or hub name of one. Write "
+            "processor=AutoProcessor.from_pretrained(name)",
         )
     return processor
+
+
+def _wrong_object(setting: str, value: object, expected: str) -> ConfigError:
+    given = name = None if value is None else getattr(value, "__name__", type(value).__name__)
+    if isinstance(value, type):
+        given = f"the class {name}, not an object of it"
+    return ConfigError(f"{setting} is {given}: expected {expected}", setting=setting, value=name)
 
 
 def open_processor(path: str, trust_remote_code: bool = False) -> Any:
@@ -526,7 +539,8 @@ def open_processor(path: str, trust_remote_code: bool = False) -> Any:
         hint = f"; {_torchvision_hint()}" if broken else ""
         if "trust_remote_code" in str(error):
             hint = "; read its code, then allow it with trust_remote_code=True"
-        raise ConfigError(f"processor {path}: {what} ({why}){hint}") from error
+        detail = f"processor {path}: {what} ({why}){hint}"
+        raise ConfigError(detail, setting="processor", value=path, path=path if here else "") from error
     if getattr(opened, "chat_template", "") is None:
         # Some classes (Phi-4) leave it with the tokenizer, and then do not find it.
         opened.chat_template = getattr(tokenizer_of(opened), "chat_template", None)

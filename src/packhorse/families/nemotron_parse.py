@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from packhorse.chat import Turns, content_text
@@ -74,13 +75,10 @@ class NemotronParse(Family):
 
     def answer_spans(self, encoder: Encoder, turns: Turns, text: str) -> list[tuple[int, int]]:
         """Where the answers are."""
-        spans, start = [], 0
-        for piece, supervised in self._pieces(turns):
-            end = start + len(piece)
-            if supervised and piece:
-                spans.append((start, end))
-            start = end
-        return spans
+        pieces = self._pieces(turns)
+        ends = accumulate(len(piece) for piece, _ in pieces)
+        found = zip(pieces, ends, strict=True)
+        return [(end - len(piece), end) for (piece, supervised), end in found if supervised and piece]
 
     def _pieces(self, turns: Turns) -> list[tuple[str, bool]]:
         """The texts in order, and whether each is an answer."""

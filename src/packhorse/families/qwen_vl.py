@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from packhorse.errors import ConfigError
 from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import Pieces, frame_times
+from packhorse.families.media_sizes import Pieces, frame_pieces, frame_times
 from packhorse.families.models import ModelConfig, resolve_model, weightless_model
 from packhorse.media import VideoInfo
 from packhorse.media.images import image_tokens, resize_image, resize_video
@@ -68,12 +68,13 @@ class Qwen2VL(Family):
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Pixels after resizing, over the pixels of a token."""
         if kind == "image":
-            return image_tokens(size, *image_geometry(encoder.processor.image_processor))
+            owner = encoder.processor.image_processor
+            return image_tokens(size, owner.patch_size * owner.merge_size, *pixel_budget(owner))
         return video_tokens(encoder.processor.video_processor, size)
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """The grid multiplied out: a token is a square of ``merge_size`` patches a side."""
-        return patches_of(encoder, kind, self.media_tokens(encoder, kind, size))
+        return int(self.media_tokens(encoder, kind, size) * encoder.vision(kind).merge_size ** 2)
 
 
 class Qwen3VL(Qwen2VL):
@@ -92,10 +93,7 @@ class Qwen3VL(Qwen2VL):
         start, end = processor.vision_start_token, processor.vision_end_token
         times = middle_times(size, processor.video_processor.temporal_patch_size)
         tokens = self.media_tokens(encoder, kind, size) // len(times)
-        written: list[tuple[str, int]] = []
-        for seconds in times:
-            written += ((f"<{seconds:.1f} seconds>{start}", 1), (pad, tokens), (end, 1))
-        return written
+        return frame_pieces((f"<{seconds:.1f} seconds>{start}" for seconds in times), (pad, tokens), end)
 
 
 def video_tokens(
@@ -124,24 +122,11 @@ def video_tokens(
     return int(math.ceil(frames / patch) * height * width // factor**2)
 
 
-def patches_of(encoder: Encoder, kind: MediaKind, tokens: int) -> int:
-    """Patches of content tokens; audio has none."""
-    if kind == "audio":
-        return 0
-    owner = encoder.processor.image_processor if kind == "image" else encoder.processor.video_processor
-    return int(tokens * owner.merge_size**2)
-
-
 def middle_times(info: VideoInfo, patch: int) -> list[float]:
     """The time of each temporal patch, half-way between its first frame and its last."""
     times = frame_times(info)
     times += times[-1:] * (-len(times) % patch)
     return [(times[first] + times[first + patch - 1]) / 2 for first in range(0, len(times), patch)]
-
-
-def image_geometry(owner: PatchProcessor) -> tuple[int, int, int]:
-    """Pixels along a token's side, least and most pixels of an image: the arguments of `image_tokens`."""
-    return owner.patch_size * owner.merge_size, *pixel_budget(owner)
 
 
 def pixel_budget(owner: PatchProcessor) -> tuple[int, int]:
@@ -190,11 +175,10 @@ def mrope_position_ids(sample: Mapping[str, Any], get_rope_index: RopeIndex) -> 
         arguments = {name: value for name, value in arguments.items() if name in takes}
     made = get_rope_index(**arguments)
     positions = made[0] if isinstance(made, tuple | list) else made
-    if tuple(positions.shape) != (_ROWS, 1, ids.shape[1]):
-        raise ConfigError(
-            f"get_rope_index returned positions of shape {tuple(positions.shape)} for {ids.shape[1]} tokens: "
-            f"expected ({_ROWS}, 1, {ids.shape[1]})"
-        )
+    shape, expected = tuple(positions.shape), (_ROWS, 1, ids.shape[1])
+    if shape != expected:
+        what = f"get_rope_index returned positions of shape {shape}, expected {expected}"
+        raise ConfigError(what, setting="get_rope_index", value=shape)
     return torch.as_tensor(positions)[:, 0]
 
 
@@ -217,14 +201,12 @@ def rope_index(model: object) -> RopeIndex | None:
     owner: Any
     for owner in (getattr(inner, "model", None), inner):
         if callable(getattr(type(owner), "get_rope_index", None)):
-            plain = {name: value for name, value in vars(owner).items() if _is_plain(name, value)}
+            # Settings (``spatial_merge_size``), no state of torch's and no weights.
+            public = {name: value for name, value in vars(owner).items() if name[0] != "_"}
+            public.pop("training", None)
+            plain = {name: value for name, value in public.items() if isinstance(value, int | float | str)}
             return WeightlessRopeIndex(type(owner), owner.config, plain)
     return None
-
-
-def _is_plain(name: str, value: object) -> bool:
-    """Whether an attribute is a setting (``spatial_merge_size``) and no state of torch's or a weight."""
-    return not name.startswith("_") and isinstance(value, int | float | str) and name != "training"
 
 
 class WeightlessRopeIndex:
@@ -286,7 +268,8 @@ def _token_types(
     if all(token is None for token in known.values()):
         raise ConfigError(
             "get_rope_index needs 'mm_token_type_ids' (0 text, 1 image, 2 video), which the sample has not: "
-            "pass the model's own method, model.model.get_rope_index, whose config has the ids"
+            "pass the model's own method, model.model.get_rope_index, whose config has the ids",
+            setting="mm_token_type_ids",
         )
     for kind, token in known.items():
         if token is not None:

@@ -20,7 +20,7 @@ from contract.processors import processor
 from contract.samples import turns
 from packhorse import collate_fns
 from packhorse.chat import IGNORE_INDEX
-from packhorse.errors import ConfigError
+from raising import raises_config
 
 
 def supervised_texts(tokenizer, ids, labels) -> list[str]:
@@ -156,7 +156,7 @@ def test_an_answer_that_is_not_found_is_logged(ledger, caplog):
 
 
 def test_rows_and_conversations_must_be_as_many():
-    with pytest.raises(ConfigError, match="1 rows of ids for 2 conversations"):
+    with raises_config("conversations", 2):
         collate_fns.build_labels(torch.tensor([[1, 2]]), [GREETING, GREETING], Wordless())
 
 

@@ -11,8 +11,8 @@ from contract.samples import SAMPLING_RATE, clip, make_image, tone, turns
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import COLLATE_FNS, default_collate_fn, nemotron_omni_collate_fn
 from packhorse.datasets import RobustDatasetWrapper
-from packhorse.errors import BadSample
 from packhorse.ledger import Ledger
+from raising import raises_bad_sample
 
 pytestmark = pytest.mark.needs_family("nemotron_omni")
 
@@ -65,7 +65,7 @@ def test_images_a_video_and_audio_go_into_one_batch_and_two_videos_do_not():
     double = turns("video", "video")
     for part in double[0]["content"][:2]:
         part["video"] = list(clip(2)[0])
-    with pytest.raises(BadSample, match="2 videos"):
+    with raises_bad_sample("media_mismatch"):
         nemotron_omni_collate_fn([{"conversation": double}], processor("nemotron_omni"))
 
 

@@ -10,7 +10,7 @@ from contract.processors import build, processor
 from contract.samples import make_image
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import nemotron_parse_collate_fn
-from packhorse.errors import BadSample
+from raising import raises_bad_sample
 
 PROMPT = "</s><s><predict_bbox><predict_classes><output_markdown>"
 
@@ -95,13 +95,13 @@ def test_a_tokenizer_that_names_no_special_token_will_do():
 
 def test_a_sample_needs_one_page():
     real = processor("nemotron_parse")
-    with pytest.raises(BadSample, match="sample 1 of the batch has no image"):
+    with raises_bad_sample("media_mismatch", match="no image"):
         nemotron_parse_collate_fn(
             [page("A."), {"conversation": make_turns(("user", "Hi"), ("assistant", "Ho"))}], real
         )
     two = page("A.")
     two["conversation"][0]["content"] *= 2
-    with pytest.raises(BadSample, match="takes one page"):
+    with raises_bad_sample("media_mismatch", match="one page"):
         nemotron_parse_collate_fn([two], real)
     assert nemotron_parse_collate_fn([], real) == {}
 

@@ -10,9 +10,10 @@ from torch.utils.data import DataLoader, Dataset
 from packhorse.collate.packed_dataset import EmptyPack
 from packhorse.collate_fns import neat_packed_vlm_collater
 from packhorse.count.columns import CountColumns
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import BadSample, ConfigError, ReplacementsFailed
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper, neat_pack_dataset_vlm
+from raising import raises_bad_sample, raises_config
 
 
 class Encoded(Dataset):
@@ -127,7 +128,7 @@ def test_a_program_error_in_a_sample_stops_the_run() -> None:
 
 
 def test_one_bad_sample_is_raised_if_requested() -> None:
-    with pytest.raises(BadSample, match="torn"):
+    with raises_bad_sample("broken_media"):
         make_packs([3, 3], [[0, 1]], 10, bad=[1], on_bad="raise")[0]
 
 
@@ -135,13 +136,15 @@ def test_a_pack_without_a_usable_sample_is_skipped_replaced_or_raised() -> None:
     bins = [[0], [1]]
     assert make_packs([3, 3], bins, 10, bad=[0], on_bad="skip")[0] is None
     assert members(make_packs([3, 3], bins, 10, bad=[0], on_bad="replace")[0]) == [1]
-    with pytest.raises(RuntimeError, match="none of its 1 samples"):
+    with pytest.raises(ReplacementsFailed) as failed:
         make_packs([3, 3], bins, 10, bad=[0, 1], on_bad="replace")[0]
-    with pytest.raises(BadSample):
+    assert isinstance(failed.value.last, EmptyPack)
+    with raises_bad_sample("broken_media"):
         make_packs([3, 3], bins, 10, bad=[0], on_bad="raise")[0]
     dataset = make_packs([3, 3], bins, 10, bad=[0], on_bad="skip")
-    with pytest.raises(EmptyPack, match="pack/0"):
+    with pytest.raises(EmptyPack) as empty:
         dataset.load(0)
+    assert empty.value.key == "pack/0"
     assert dataset[0] is None
     assert ledger_entries(dataset) == {("set/0", "broken_media")}
 
@@ -176,9 +179,9 @@ def test_packs_of_unknown_number_that_cannot_be_collated_are_recorded_without_a_
 
 def test_samples_that_are_not_encoded_stop_the_run_with_the_wrapper_that_is_missing() -> None:
     said = {"conversation": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    with pytest.raises(ConfigError, match="PreTokenizedDatasetWrapper"):
+    with raises_config("dataset", "list"):
         PackedDatasetWrapper([said], [[0]], 10, ledger=Ledger())[0]
-    with pytest.raises(ConfigError, match="PreTokenizedDatasetWrapper"):
+    with raises_config("dataset", "list"):
         neat_pack_dataset_vlm([said], 10, ledger=Ledger())
 
 
@@ -250,10 +253,10 @@ def test_a_sample_of_one_token_is_named() -> None:
     assert ledger_entries(dataset) == {("set/0", "empty_sample")}
 
 
-@pytest.mark.parametrize("wrong", [{"on_overflow": "hide"}, {"sequence_alignment": 0}])
-def test_settings_out_of_range_are_rejected(wrong) -> None:
-    with pytest.raises(ConfigError):
-        make_packs([3], [[0]], 10, **wrong)
+@pytest.mark.parametrize(("setting", "value"), [("on_overflow", "hide"), ("sequence_alignment", 0)])
+def test_settings_out_of_range_are_rejected(setting, value) -> None:
+    with raises_config(setting, value):
+        make_packs([3], [[0]], 10, **{setting: value})
 
 
 # --- in one call --------------------------------------------------------------------------------------------

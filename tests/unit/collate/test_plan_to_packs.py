@@ -13,9 +13,9 @@ from contract.processors import processor
 from packhorse.count.counting import count_meta
 from packhorse.count.sidecar import counts_of
 from packhorse.datasets import PreTokenizedDatasetWrapper, RobustDatasetWrapper, open_meta_dataset
-from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan, neat_pack_dataset_vlm, pack_lengths, plan_key, plan_packs
+from raising import raises_bad_sample, raises_config
 
 ROWS, SIZE = 60, 256
 MISSING, TORN, LONG = 7, 20, 33  # an image that is not there, a line that is no JSON, too many words
@@ -118,7 +118,7 @@ def test_samples_over_max_length_are_recorded_when_packs_are_planned(
 
 
 def test_a_bad_row_raises_with_on_bad_raise(meta: dict[str, Any]) -> None:
-    with pytest.raises(BadSample, match=r"mix/7: .*none\.png"):
+    with raises_bad_sample("missing_media", key="mix/7"):
         pack_samples(wrap(meta, on_bad="raise"))
 
 
@@ -159,13 +159,13 @@ def test_a_plan_of_other_samples_lengths_or_packs_is_rejected(meta: dict[str, An
     counts = counts_of(samples.dataset, samples.processor)
     assert counts is not None
     # Counts alone know neither the fake images nor the shift.
-    with pytest.raises(ConfigError, match=r"plan_packs\(pack_lengths\(dataset\), 256\)"):
+    with raises_config("plan", match=r"plan_packs\(pack_lengths\(dataset\), 256\)"):
         pack_samples(samples, plan=plan_packs(counts.total, SIZE))
-    with pytest.raises(ConfigError, match="the plan has 3 samples, the dataset has 60"):
+    with raises_config("plan", match="3 samples"):
         pack_samples(samples, plan=plan_packs([5, 5, 5], SIZE))
-    with pytest.raises(ConfigError, match="for packs of 256"):
+    with raises_config("plan", match="for packs of 256"):
         pack_samples(samples, plan=plan_packs(pack_lengths(samples), 512))
-    with pytest.raises(ConfigError, match=r"packing_ratio=0\.9 with a plan"):
+    with raises_config("packing_ratio", 0.9):
         pack_samples(samples, packing_ratio=0.9, plan=plan_packs(pack_lengths(samples), SIZE))
 
 
@@ -181,5 +181,5 @@ def test_the_plan_says_what_a_cap_dropped(meta: dict[str, Any]) -> None:
 
 def test_examples_are_rejected_with_the_wrapper_that_encodes_them(meta: dict[str, Any]) -> None:
     for examples in (open_meta_dataset(meta), RobustDatasetWrapper(open_meta_dataset(meta))):
-        with pytest.raises(ConfigError, match=r"MetaDataset .* PreTokenizedDatasetWrapper"):
+        with raises_config("dataset", "MetaDataset"):
             neat_pack_dataset_vlm(examples, 2048)

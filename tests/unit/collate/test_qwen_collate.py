@@ -14,7 +14,7 @@ from contract.processors import processor
 from contract.samples import clip, make_image, tone
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import default_collate_fn, qwen2_5_collate_fn, qwen3_omni_collate_fn
-from packhorse.errors import BadSample
+from raising import raises_bad_sample, raises_config
 
 
 def question(*parts, answer="A cat.") -> dict:
@@ -70,7 +70,7 @@ def test_a_media_item_that_the_processor_does_not_take_is_not_lost():
         def __call__(self, *, text, padding, return_tensors):
             raise AssertionError("not called")
 
-    with pytest.raises(ValueError, match="does not take images"):
+    with raises_config("images"):
         qwen2_5_collate_fn([question(image())], TextOnly())
 
 
@@ -198,9 +198,9 @@ def test_the_audio_of_a_video_is_interleaved_with_its_frames(tmp_path, package):
 def test_a_broken_file_is_named(tmp_path):
     broken = tmp_path / "broken.mp4"
     broken.write_bytes(b"no video")
-    with pytest.raises(BadSample, match=r"broken\.mp4"):
+    with raises_bad_sample("broken_media", match=r"broken\.mp4"):
         qwen3_omni_collate_fn([question({"type": "video", "video": str(broken)})], processor("qwen3_omni"))
-    with pytest.raises(BadSample, match=r"missing\.png"):
+    with raises_bad_sample("missing_media", match=r"missing\.png"):
         qwen3_omni_collate_fn(
             [question({"type": "image", "image": str(tmp_path / "missing.png")})], processor("qwen3_omni")
         )

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from packhorse.encode.tokenized import run_hook
-from packhorse.errors import ConfigError, is_data_error
+from packhorse.errors import is_data_error
+from raising import raises_config
 
 GIVEN = {"input_ids": torch.tensor([[1, 2]]), "attention_mask": torch.tensor([[1, 1]])}
 
 
 @pytest.mark.parametrize("made", [None, {"attention_mask": GIVEN["attention_mask"]}, [1, 2]])
 def test_a_hook_that_forgets_to_give_the_sample_back_stops_the_run(made: Any) -> None:
-    with pytest.raises(ConfigError, match=f"returned a {type(made).__name__} without input_ids") as found:
+    with raises_config("post_tokenize_hook", type(made).__name__) as found:
         run_hook(lambda result, processor: made, dict(GIVEN), None)
     assert not is_data_error(found.value)
 
