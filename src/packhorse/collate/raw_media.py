@@ -16,7 +16,7 @@ from packhorse.collate.raw_labels import _extract_assistant_text, tokens_or_noth
 from packhorse.errors import BadSample, ConfigError, list_some
 from packhorse.families import Encoder
 from packhorse.families.processor_call import plain_turns, render, text_ids, tolerated_errors
-from packhorse.formats.estimate import image_config as _extract_image_config
+from packhorse.formats.estimate import image_config
 from packhorse.media import image_size
 from packhorse.media.images import image_tokens
 from packhorse.types import MEDIA_KINDS, MediaRef
@@ -57,7 +57,7 @@ def _estimate_media_tokens(conversation: Turns, processor: Processor) -> int:
     """Estimate the tokens of a conversation's media beyond one placeholder each.
 
     Exact for listed families (brackets and timestamps around a media item are not counted); for others,
-    images by the geometry of :func:`_extract_image_config`. A media item of unknown size, or one that cannot
+    images by the geometry of :func:`image_config`. A media item of unknown size, or one that cannot
     be read, counts 0. Reads one header per media item.
     """
     return _media_tokens(conversation, Encoder(processor))
@@ -77,7 +77,7 @@ def _item_tokens(ref: MediaRef, images: int, encoder: Encoder) -> int:
         return 0  # loading it raises the reason
     except tolerated_errors(encoder.processor):
         pass  # a stub with the class name of a listed processor
-    config = _extract_image_config(encoder.processor)
+    config = image_config(encoder.processor)
     if ref.kind != "image" or config is None:
         return 0
     try:
