@@ -42,8 +42,8 @@ from packhorse.collate.raw_media import (
 )
 from packhorse.collate.raw_qwen_omni import qwen3_omni_collate_fn
 from packhorse.collate.thd import packed_collater, packed_sequence_thd_vlm_collater
-from packhorse.formats.estimate import image_config as _extract_image_config
 from packhorse.encode.robust import make_robust_collate
+from packhorse.formats.estimate import image_config as _extract_image_config
 
 __all__ = [
     "COLLATE_FNS",
