@@ -75,7 +75,8 @@ def build_once(name: str, write: Callable[[IO[bytes]], None]) -> Path:
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError(f"the cache cannot be written ({error}): set PACKHORSE_CACHE") from error
+                message = f"the cache cannot be written ({error}): set PACKHORSE_CACHE"
+                raise ConfigError(message, setting="PACKHORSE_CACHE", path=target.parent) from error
             write_atomic(target, write, to_disk=True)
     return target
 

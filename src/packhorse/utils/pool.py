@@ -529,10 +529,8 @@ def check_start_method(name: str) -> None:
     """Raise if this platform cannot start processes in this way."""
     available = multiprocessing.get_all_start_methods()
     if name not in available:
-        raise ConfigError(
-            f"multiprocessing_context={name!r} is not available on this platform; choose one of "
-            f"{', '.join(available)}"
-        )
+        expected = f"not available on this platform; choose one of {', '.join(available)}"
+        raise ConfigError.of("multiprocessing_context", name, expected)
 
 
 class LocalEngine:
@@ -552,7 +550,7 @@ class LocalEngine:
     ) -> None:
         self.num_workers = _cores() if num_workers is None else num_workers
         if self.num_workers < 1:
-            raise ConfigError(f"num_workers={num_workers} is too few: expected at least 1")
+            raise ConfigError.of("num_workers", num_workers, "expected at least 1")
         check_start_method(multiprocessing_context)
         self.multiprocessing_context: StartMethod = multiprocessing_context
 
