@@ -351,7 +351,7 @@ class Ledger:
         with open(path, "rb") as file:
             truncated = [number for number, line in enumerate(file, 1) if not ledger._add_line(line)]
         if truncated and not len(ledger):
-            raise ConfigError(f"{path}:{truncated[0]}: not a ledger entry")
+            raise ConfigError(f"{path}:{truncated[0]}: not a ledger entry", path=path)
         if truncated:
             logger.warning("%s: skipped truncated line(s) %s", path, ", ".join(map(str, truncated)))
         return ledger
@@ -499,7 +499,8 @@ def read_ledgers(path: str | os.PathLike[str]) -> tuple[Ledger, list[Path]]:
         return Ledger.load(folder), [folder]
     files = [file for file in sorted(folder.glob("*.jsonl")) if file.is_file() and _is_ledger(file)]
     if not files:
-        raise ConfigError(f"{path}: no ledger in this folder (files *.jsonl as Ledger.save writes them)")
+        message = f"{path}: no ledger in this folder (files *.jsonl as Ledger.save writes them)"
+        raise ConfigError(message, path=path)
     merged = Ledger()
     for file in files:
         merged.merge(Ledger.load(file))
