@@ -172,7 +172,7 @@ def in_another_order(run: dict[str, Any], rank: int) -> dict[str, Any]:
     try:
         Collectives(packhorse.World(rank // 2, 4)).gather(None)
     except packhorse.errors.ConfigError as error:
-        found["duplicates"] = str(error)
+        found["duplicates"] = [error.setting, error.value]
     try:
         ranks.run_on_all_ranks("read a row", partial(read_badly, world.rank))
     except packhorse.errors.BadSample as error:
