@@ -53,7 +53,8 @@ def smallest_media(encoder: Encoder, kind: MediaKind) -> MediaSize:
             if tokens:
                 counted.append((tokens, index))
     if not counted:
-        raise ConfigError(f"{family.name} accepts no small {kind}: set placeholder='never'")
+        message = f"{family.name} accepts no small {kind}: set placeholder='never'"
+        raise ConfigError(message, setting="placeholder", value="auto")
     return sizes[kind][min(counted)[1]]
 
 
@@ -119,7 +120,9 @@ class Placeholders:
         except BadSample as error:
             raise ConfigError(
                 f"{self.dataset.family.name} cannot encode a placeholder {kind or 'text'} ({error.detail}): "
-                "set placeholder='never'"
+                "set placeholder='never'",
+                setting="placeholder",
+                value="auto",
             ) from error
         ids = sample.tokens["input_ids"]
         labels = torch.full_like(ids, IGNORE_INDEX, dtype=torch.int64)
