@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import tempfile
@@ -190,10 +191,6 @@ def remove_if_idle(path: Path) -> None:
 
 def _lock(fd: int, *, exclusive: bool) -> bool:
     """Lock an open file; return False if another process has locked it. True on systems without locks."""
-    try:
-        import fcntl
-    except ImportError:
-        return True
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
