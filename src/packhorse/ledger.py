@@ -190,11 +190,7 @@ class Ledger:
         return self
 
     def flush(self) -> None:
-        """Write the buffered entries that are not in the file yet; from now on write at once.
-
-        Raises:
-            SystemFault: the file cannot be written.
-        """
+        """Write the buffered entries that are not in the file yet; from now on write at once."""
         if not self.is_buffering:
             return
         saved = self._read_file()
@@ -308,7 +304,7 @@ class Ledger:
         lost: set[tuple[str, int | None]] = set()
         if gone is False:
             self._collect()
-            lost = {(drop.key, drop.epoch) for drop in list(self._drops) if drop.action in GONE}
+            lost = {(drop.key, drop.epoch) for drop in list(self._drops) if drop.key and drop.action in GONE}
         for (reason, action), count in self._samples(by_reason=True, without=lost).items():
             if gone is None or (action in GONE) == gone:
                 counter[reason] += count
@@ -364,14 +360,11 @@ class Ledger:
         seen: set[tuple[str, str, str, int | None]] = set()
         counter: Counter[tuple[str, str]] = Counter()
         for drop, times in list(self._drops.items()):
-            group = (drop.reason if by_reason else "", drop.action)
-            if drop.key and (drop.key, drop.epoch) in without:
-                continue
-            if not drop.key:
-                counter[group] += times
-            elif (sample := (*group, drop.key, drop.epoch)) not in seen:
-                seen.add(sample)
-                counter[group] += 1
+            sample = (drop.reason if by_reason else "", drop.action, drop.key, drop.epoch)
+            if sample not in seen and sample[2:] not in without:
+                counter[sample[:2]] += times
+                if drop.key:  # entries without a key count each
+                    seen.add(sample)
         for many in list(self._many.values()):
             counter[many.reason if by_reason else "", many.action] += len(many)
         return counter
