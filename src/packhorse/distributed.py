@@ -386,19 +386,16 @@ class Collectives:
         if not self.is_distributed:
             return do()
         with contextlib.nullcontext() if self.rendezvous is None else self.rendezvous.busy(task):
-            return self._run(task, do)
-
-    def _run(self, task: str, do: Callable[[], Result]) -> Result:
-        try:
-            result = do()
-        except Exception as error:
-            if error is not self._reported:
-                self._reported = error
-                with contextlib.suppress(SystemFault):  # the error of this rank is more specific
-                    self._exchange(None, _Failure.of(error, task))
-            raise
-        self._exchange(None, None)
-        return result
+            try:
+                result = do()
+            except Exception as error:
+                if error is not self._reported:
+                    self._reported = error
+                    with contextlib.suppress(SystemFault):  # the error of this rank is more specific
+                        self._exchange(None, _Failure.of(error, task))
+                raise
+            self._exchange(None, None)
+            return result
 
     def _exchange(self, value: Any, failure: _Failure | None) -> list[Any]:
         """Exchange values; raise if another rank has failed and this one has not.
