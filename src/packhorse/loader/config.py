@@ -7,14 +7,13 @@ import os
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from packhorse.errors import ConfigError, require, suggest
 from packhorse.types import Rows, World
-from packhorse.utils.pool import StartMethod, check_start_method
+from packhorse.utils.pool import StartMethod
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -141,7 +140,7 @@ class LoaderConfig:
     verify: Verify = "changed"
 
     def __post_init__(self) -> None:
-        for name, hint in _field_types().items():
+        for name, hint in get_type_hints(LoaderConfig).items():
             if name not in ("data", "dataset_names"):
                 _check_value(name, getattr(self, name), hint)
         as_dtype(self.pixel_dtype)
@@ -150,8 +149,6 @@ class LoaderConfig:
             raise ConfigError.of("dataset_names", names, "expected a list of names, such as ['coco']")
         if self.max_bad_share is not None and self.max_bad_share > 1:
             raise ConfigError.of("max_bad_share", self.max_bad_share, "expected a share from 0 to 1, or None")
-        if self.multiprocessing_context is not None:
-            check_start_method(self.multiprocessing_context)
         if self.mode == "pad":
             for name in _ONLY_FOR_PACKS:
                 if (value := getattr(self, name)) != getattr(type(self), name):
@@ -313,11 +310,6 @@ def _check_names(names: Iterable[str], others: Sequence[str] = ()) -> None:
         hints = [f"{name!r}{suggest(name, known, other_names)}" for name in unknown]
         message = f"unknown setting {', '.join(hints)}. Settings are: {', '.join(sorted(known))}"
         raise ConfigError(message, setting=unknown[0])
-
-
-@cache
-def _field_types() -> dict[str, Any]:
-    return get_type_hints(LoaderConfig)
 
 
 def _check_value(name: str, value: Any, hint: object) -> None:

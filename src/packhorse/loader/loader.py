@@ -75,14 +75,6 @@ class Epoch:
     over: bool = False
 
 
-def make_work_item(
-    schedule: PackSchedule, epoch: int, rank: int, media_mask: MediaMask | None, step: int
-) -> WorkItem:
-    """Return what a rank builds in a step; ``media_mask`` of None is that of all ranks in this step."""
-    packs = tuple(map(tuple, schedule.samples(step, rank)))
-    return WorkItem(epoch, step, packs, schedule.media_mask(step) if media_mask is None else media_mask)
-
-
 class Loader:
     """Iterate over it for the batches of one rank.
 
@@ -280,11 +272,17 @@ class Loader:
 
         Captures the epoch, not ``self``, so the loader (and its workers) can be garbage-collected.
         """
-        media_mask: MediaMask | None = MediaMask.NONE
-        if self.config.placeholder == "auto":
-            # With shard_data a rank does not know which media the others have in a step.
-            media_mask = self._startup.media_mask if self.config.shard_data else None
-        return partial(make_work_item, epoch.schedule, self.epoch, self._plan_world.rank, media_mask)
+        schedule, number, rank = epoch.schedule, self.epoch, self._plan_world.rank
+        # With shard_data a rank does not know which media the others have in a step.
+        always = self._startup.media_mask if self.config.shard_data else None
+        if self.config.placeholder == "never":
+            always = MediaMask.NONE
+
+        def make(step: int) -> WorkItem:
+            packs = tuple(map(tuple, schedule.samples(step, rank)))
+            return WorkItem(number, step, packs, schedule.media_mask(step) if always is None else always)
+
+        return make
 
     def _deliver(self, built: Built, waited: float) -> None:
         """Count a batch as delivered, and reconcile the epoch after its last one.

@@ -36,9 +36,10 @@ def smallest_media(encoder: Encoder, kind: MediaKind) -> MediaSize:
     size.
     """
     family = encoder.family
-    shapes = [(h, w) for h in _SIDES for w in _SIDES if h * w <= _MAX_PIXELS] if family.exact else []
-    shapes.sort(key=lambda shape: abs(shape[0] - _SIDE) + abs(shape[1] - _SIDE))
-    shapes = shapes or [(_SIDE, _SIDE)]
+    shapes = [(_SIDE, _SIDE)]
+    if family.exact:
+        shapes = [(h, w) for h in _SIDES for w in _SIDES if h * w <= _MAX_PIXELS]
+        shapes.sort(key=lambda shape: abs(shape[0] - _SIDE) + abs(shape[1] - _SIDE))
     sizes: dict[MediaKind, list[MediaSize]] = {
         "image": list(shapes),
         "video": [VideoInfo(n, h, w, None, None, tuple(range(n))) for h, w in shapes for n in _FRAMES],
@@ -49,8 +50,7 @@ def smallest_media(encoder: Encoder, kind: MediaKind) -> MediaSize:
     counted: list[tuple[int, int]] = []
     for index, size in enumerate(sizes[kind]):
         with suppress(*PROCESSOR_ERRORS):
-            tokens = encoder.media_tokens(kind, size)
-            if tokens:
+            if tokens := encoder.media_tokens(kind, size):
                 counted.append((tokens, index))
     if not counted:
         message = f"{family.name} accepts no small {kind}: set placeholder='never'"

@@ -29,11 +29,10 @@ from packhorse.count.counting import count_meta
 from packhorse.count.engines import RankEngine
 from packhorse.count.parts import CountedRows, PartCounter, make_counter
 from packhorse.count.sidecar import counts_of
-from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.distributed import Collectives
 from packhorse.encode.robust import dataset_key
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import BadSample, ConfigError, data_errors
+from packhorse.errors import ConfigError, data_errors
 from packhorse.families import Encoder
 from packhorse.families.models import (
     EXPECTED,
@@ -500,16 +499,10 @@ def count_examples(dataset: Rows, processor: Encoder | Processor, rows: range | 
         for first in range(0, len(rows), _BLOCK):
             block = CountedRows()
             for index in rows[first : first + _BLOCK]:
-                block.add(_count_example(counter, dataset, index))
+                key = dataset_key(dataset, index)
+                with data_errors("drop", block.add, key=key):
+                    example = counter.encoder.place_audio(dataset[index], key)
+                    block.add(counter.count(parse_conversation(example, key)))
             parts.append(CountColumns.of(block.batch()))
             progress(min(first + _BLOCK, len(rows)))
     return CountColumns.concat(parts)
-
-
-def _count_example(counter: TokenCounter, dataset: Rows, index: int) -> Counted | BadSample:
-    key = dataset_key(dataset, index)
-    with data_errors(key=key) as outcome:
-        example = counter.encoder.place_audio(dataset[index], key)
-        return counter.count(parse_conversation(example, key))
-    assert outcome.error is not None
-    return outcome.error

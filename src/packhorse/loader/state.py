@@ -142,11 +142,9 @@ class LoaderState:
                 setting="plan",
                 value=saved_plan,
             )
-        if not segments:
-            raise ConfigError("not the state of a loader (no segments)", setting="segments")
         numbers = (epoch, *(number for segment in segments for number in segment), *(used or ()))
-        if min(numbers) < 0:
-            message = f"a loader state with negative numbers: epoch {epoch}, {segments}, {used}"
+        if not segments or min(numbers) < 0:
+            message = f"not the state of a loader: epoch {epoch}, segments {segments}, used {used}"
             raise ConfigError(message, setting="state", value=numbers)
         return cls(epoch, segments, used)
 
