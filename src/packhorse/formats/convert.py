@@ -250,7 +250,7 @@ class _Conversion:
             check_text(len(content), self.key)  # before it is searched for placeholders
         role = self.roles.get(name) if isinstance(name, str) else None
         extras = {}
-        if len(turn) > 2:
+        if len(turn) > 2 or content_tag not in turn:
             tags = (role_tag, content_tag)
             extras = {
                 field: value for field, value in turn.items() if field not in tags and value is not None
