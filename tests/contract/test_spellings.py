@@ -95,11 +95,11 @@ def kind_of(part: str) -> str:
 Content = Callable[[Turn, Path], Any]
 
 
-def marked(turn: Turn, folder: Path) -> str:
+def marked_text(turn: Turn, folder: Path) -> str:
     return "".join(f"<{kind_of(part)}>" if is_file(part) else part for part in turn.parts)
 
 
-def typed(source: Callable[[str, Path], Row]) -> Content:
+def parts_with(source: Callable[[str, Path], Row]) -> Content:
     def content(turn: Turn, folder: Path) -> list[Row]:
         return [source(p, folder) if is_file(p) else {"type": "text", "text": p} for p in turn.parts]
 
@@ -113,31 +113,31 @@ def image_or_path(image: Callable[[str, Path], Row]) -> Callable[[str, Path], Ro
     )
 
 
-def encoded(part: str, folder: Path) -> str:
+def base64_of(part: str, folder: Path) -> str:
     return base64.b64encode((folder / part).read_bytes()).decode()
 
 
 CONTENTS: dict[str, Content] = {
-    "markers": marked,
-    "bare parts": typed(lambda part, folder: {"type": kind_of(part)}),
-    "image": typed(lambda part, folder: {"type": kind_of(part), kind_of(part): part}),
-    "path": typed(lambda part, folder: {"type": kind_of(part), "path": part}),
-    "url": typed(lambda part, folder: {"type": kind_of(part), "url": f"file://{folder / part}"}),
-    "no type": typed(lambda part, folder: {kind_of(part): part}),
-    "base64": typed(image_or_path(lambda p, folder: {"type": "image", "base64": encoded(p, folder)})),
-    "data URI": typed(
+    "markers": marked_text,
+    "bare parts": parts_with(lambda part, folder: {"type": kind_of(part)}),
+    "image": parts_with(lambda part, folder: {"type": kind_of(part), kind_of(part): part}),
+    "path": parts_with(lambda part, folder: {"type": kind_of(part), "path": part}),
+    "url": parts_with(lambda part, folder: {"type": kind_of(part), "url": f"file://{folder / part}"}),
+    "no type": parts_with(lambda part, folder: {kind_of(part): part}),
+    "base64": parts_with(image_or_path(lambda p, folder: {"type": "image", "base64": base64_of(p, folder)})),
+    "data URI": parts_with(
         image_or_path(
-            lambda p, folder: {"type": "image", "image": f"data:image/png;base64,{encoded(p, folder)}"}
+            lambda p, folder: {"type": "image", "image": f"data:image/png;base64,{base64_of(p, folder)}"}
         )
     ),
-    "image_url": typed(
+    "image_url": parts_with(
         lambda p, folder: {"type": f"{kind_of(p)}_url", f"{kind_of(p)}_url": {"url": f"file://{folder / p}"}}
     ),
-    "image_url with data": typed(
+    "image_url with data": parts_with(
         image_or_path(
             lambda p, folder: {
                 "type": "image_url",
-                "image_url": {"url": f"data:image/png;base64,{encoded(p, folder)}"},
+                "image_url": {"url": f"data:image/png;base64,{base64_of(p, folder)}"},
             }
         )
     ),
@@ -223,7 +223,7 @@ def simple(story: tuple[Turn, ...]) -> tuple[str, tuple[Turn, ...]] | None:
 
 def text_of(turn: Turn) -> str:
     thought = f"<think>{turn.thought}</think>\n" if turn.thought else ""
-    return thought + marked(turn, Path())
+    return thought + marked_text(turn, Path())
 
 
 def of_columns(
