@@ -21,7 +21,7 @@ from packhorse.integrations.accelerate import attach, replicas, steps
 
 
 def train_step(
-    accelerator: Accelerator, model: Any, optimizer: Any, batches: list[Any], tokens: int
+    accelerator: Accelerator, model: Any, optimizer: Any, batches: list[Any], tokens: float
 ) -> float:
     """Train on the micro-batches of one optimizer step; return the mean loss over the tokens of all ranks."""
     factor = replicas(accelerator)
@@ -29,7 +29,8 @@ def train_step(
     for batch in batches:
         with accelerator.accumulate(model):
             logits = model(**packhorse.model_inputs(batch)).logits
-            loss = packhorse.token_loss(logits, batch["labels"], tokens, replicas=factor)
+            weights = batch.info.loss_weights  # None unless rows have weights
+            loss = packhorse.token_loss(logits, batch["labels"], tokens, replicas=factor, weights=weights)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -36,7 +36,7 @@ class PackedModule(lightning.LightningModule):
         self.model, self.loader, self.lr = model, loader, lr
         self.losses: list[torch.Tensor] = []
 
-    def training_step(self, item: tuple[Any, int], batch_idx: int) -> torch.Tensor:
+    def training_step(self, item: tuple[Any, float], batch_idx: int) -> torch.Tensor:
         """Return the loss of one micro-batch; ``tokens`` are the supervised tokens of the whole step."""
         batch, tokens = item
         logits = self.model(**packhorse.model_inputs(batch)).logits

@@ -488,7 +488,7 @@ class WorkItem:
 
 @dataclass(frozen=True, slots=True)
 class BatchInfo:
-    """Everything about a batch that is no input of the model; plain values on the CPU.
+    """Everything about a batch that is no input of the model; plain values, and tensors on the CPU.
 
     Attributes:
         epoch: of the loader.
@@ -506,6 +506,8 @@ class BatchInfo:
         document_ids: [B, S], the number of each token's document in its row from 1, 0 for padding; None if
             every row holds one document.
         num_images: images of each row; ``num_videos`` and ``num_audios`` likewise.
+        loss_weights: [B, S], the factor of each token for the loss, shifted like the labels, 1 for padding
+            and placeholders; None if all are 1.
     """
 
     epoch: int
@@ -524,6 +526,7 @@ class BatchInfo:
     num_images: tuple[int, ...] = ()
     num_videos: tuple[int, ...] = ()
     num_audios: tuple[int, ...] = ()
+    loss_weights: torch.Tensor | None = field(default=None, compare=False)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -544,6 +547,8 @@ class BatchInfo:
 class Batch(dict[str, Any]):
     """Model inputs: ``model(**batch).loss`` is the mean loss over the batch's supervised tokens.
 
+    That mean has no weights: if ``info`` has ``loss_weights``, use
+    :func:`~packhorse.integrations.loss.token_loss`.
     ``labels`` are shifted already; transformers takes the same tensor as ``shift_labels``. Everything else is
     in :attr:`info`. Otherwise a plain dict; ``copy``, ``|``, pickling, pinning, :meth:`to` and the device
     transfer of Accelerate and Lightning keep ``info``.
@@ -597,7 +602,7 @@ def to_device(value: Any, device: Any, non_blocking: bool | None = None) -> Any:
     """Move a batch, or a value of one, to a device: tensors, masks by layer type, block masks.
 
     Args:
-        value: the batch or value; a :class:`Batch` keeps its ``info``.
+        value: the batch or value; a :class:`Batch` keeps its ``info``, whose tensors stay on the CPU.
         device: as for ``torch.Tensor.to``.
         non_blocking: likewise; None is True for copies from the CPU to a device that runs its work in order.
     """

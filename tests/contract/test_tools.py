@@ -286,5 +286,12 @@ def test_weights_of_rows_and_turns_are_weights_of_tokens() -> None:
     first = chosen.index(4.0)
     assert chosen == [2.0] * first + [4.0] * (len(chosen) - first)
     assert 0 < first < len(chosen)
+    counter = TokenCounter(encoder)
+    assert counter.count(encoded.conversation).weight == sum(chosen)
+    for weight, expected in ((4, 4.0 * len(chosen)), (1, None), (0, None)):  # of the whole row
+        turns[1].pop("weight", None)
+        counted = counter.count(parse_conversation({"conversation": turns, "weight": weight}, "a/0"))
+        assert counted.weight == expected
+        assert counted.count.supervised == (len(chosen) if weight else 0)
     plain = encoder.encode(parse_conversation({"conversation": ROWS["no call"]}, "a/0"))
     assert encoder.label_sample(plain, "a/0").loss_weights is None

@@ -13,10 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from noise_floor import noise_floor, relative_difference
 from packhorse.integrations.loss import count_supervised, token_loss
+from packhorse.types import Batch, BatchInfo
 
 RANKS, STEPS, LENGTH, WORDS = 2, 3, 12, 30
 # Supervised tokens of each rank's micro-batches: uneven, and one padding batch without any.
 SUPERVISED = ((12, 1, 5), (2, 0, 7))
+WEIGHTED = ((True, False, True), (False, False, False))  # the other rank's count has weights too
 
 
 def small_model() -> torch.nn.Module:
@@ -26,12 +28,13 @@ def small_model() -> torch.nn.Module:
     ).double()
 
 
-def batch_of(rank: int, step: int) -> dict[str, torch.Tensor]:
+def batch_of(rank: int, step: int) -> Batch:
     generator = torch.Generator().manual_seed(rank * STEPS + step)
     ids = torch.randint(0, WORDS, (1, LENGTH), generator=generator)
     labels = torch.randint(0, WORDS, (1, LENGTH), generator=generator)
     labels[:, SUPERVISED[rank][step] :] = -100
-    return {"input_ids": ids, "labels": labels}
+    weights = torch.rand(1, LENGTH, generator=generator) * 3 if WEIGHTED[rank][step] else None
+    return Batch({"input_ids": ids, "labels": labels}, BatchInfo(0, step, loss_weights=weights))
 
 
 def gradients(model: torch.nn.Module) -> torch.Tensor:
@@ -47,9 +50,10 @@ def rank_main(rank: int, folder: str) -> None:
         timeout=timedelta(seconds=60),
     )
     batches = [batch_of(rank, step) for step in range(STEPS)]
-    tokens = count_supervised(batches)
-    found = {"tokens": torch.tensor(tokens)}
-    for name in ("ours", "naive"):
+    plain = [Batch(batch) for batch in batches]  # without info
+    tokens, weight = count_supervised(plain), count_supervised(batches)
+    found = {"tokens": torch.tensor(tokens), "weight": torch.tensor(weight, dtype=torch.float64)}
+    for name in ("ours", "naive", "weighted"):
         model = small_model()
         wrapped = DistributedDataParallel(model)
         for step, batch in enumerate(batches):
@@ -57,6 +61,9 @@ def rank_main(rank: int, folder: str) -> None:
             logits = wrapped(batch["input_ids"])
             if name == "ours":
                 loss = token_loss(logits, batch["labels"], tokens, replicas=RANKS)
+            elif name == "weighted":
+                weights = batch.info.loss_weights
+                loss = token_loss(logits, batch["labels"], weight, replicas=RANKS, weights=weights)
             else:  # the mean of each batch, divided by the number of batches; a padding batch has none
                 summed = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
                 loss = summed / max(SUPERVISED[rank][step], 1) / STEPS
@@ -73,12 +80,24 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tens
     return [torch.load(Path(folder, f"rank{rank}.pt")) for rank in range(RANKS)]
 
 
-def one_big_batch(order: int = 1) -> torch.Tensor:
-    model = small_model()
-    batches = [batch_of(rank, step) for rank in range(RANKS) for step in range(STEPS)][::order]
+def all_batches(order: int = 1) -> list[Batch]:
+    return [batch_of(rank, step) for rank in range(RANKS) for step in range(STEPS)][::order]
+
+
+def one_big_batch(order: int = 1, weighted: bool = False) -> torch.Tensor:
+    model, batches = small_model(), all_batches(order)
     ids, labels = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
-    F.cross_entropy(model(ids).flatten(0, 1), labels.flatten()).backward()
+    losses = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), reduction="none")
+    weights = (labels != -100).double().flatten()
+    if weighted:
+        weights *= torch.cat([weights_of(batch) for batch in batches]).flatten()
+    ((losses * weights).sum() / weights.sum()).backward()
     return gradients(model)
+
+
+def weights_of(batch: Batch) -> torch.Tensor:
+    weights = batch.info.loss_weights
+    return torch.ones(1, LENGTH) if weights is None else weights
 
 
 def test_every_rank_counts_the_tokens_of_all(ranks: list[dict[str, torch.Tensor]]) -> None:
@@ -94,4 +113,25 @@ def test_gradients_are_those_of_one_big_batch(ranks: list[dict[str, torch.Tensor
             relative_difference(rank["ours"], expected),
             floor,
             relative_difference(rank["naive"], expected),  # the mean of means
+        )
+
+
+def test_every_rank_counts_the_weights_of_all(ranks: list[dict[str, torch.Tensor]]) -> None:
+    expected = sum(
+        float(weights_of(batch)[batch["labels"] != -100].double().sum()) for batch in all_batches()
+    )
+    assert [float(rank["weight"]) for rank in ranks] == [pytest.approx(expected, rel=1e-12)] * RANKS
+
+
+def test_gradients_of_weighted_tokens_are_those_of_the_weighted_mean(
+    ranks: list[dict[str, torch.Tensor]], parity: Any
+) -> None:
+    expected, other_order = one_big_batch(weighted=True), one_big_batch(-1, weighted=True)
+    floor = noise_floor(expected, other_order, measure=relative_difference)
+    for rank in ranks:
+        parity.check(
+            "gradients",
+            relative_difference(rank["weighted"], expected),
+            floor,
+            relative_difference(rank["ours"], expected),  # weights ignored
         )

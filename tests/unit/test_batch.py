@@ -24,7 +24,14 @@ ELSEWHERE = torch.device("meta")
 
 def make_batch() -> Batch:
     labels = torch.tensor([[1, 2, IGNORE_INDEX]])
-    info = BatchInfo(3, 7, samples=(4,), document_keys=(("coco/4", ""),), document_lengths=((2, 1),))
+    info = BatchInfo(
+        3,
+        7,
+        samples=(4,),
+        document_keys=(("coco/4", ""),),
+        document_lengths=((2, 1),),
+        loss_weights=torch.tensor([[0.5, 2.0, 1.0]]),
+    )
     masks = {"full_attention": torch.ones(1, 1, 3, 3)}
     inputs = {"input_ids": torch.ones(1, 3), "labels": labels, "shift_labels": labels}
     return Batch({**inputs, "attention_mask": masks, "max_length_q": 2}, info)
@@ -52,6 +59,7 @@ def test_a_batch_on_another_device_keeps_its_info(move: Callable[[Batch], Any]) 
     there = move(batch)
     assert type(there) is Batch
     assert there.info is batch.info
+    assert there.info.loss_weights.device.type == "cpu"  # token_loss moves them to the logits
     assert there.keys() == batch.keys()
     assert there["shift_labels"] is there["labels"]
     assert there["max_length_q"] == 2
@@ -97,6 +105,7 @@ def test_copies_keep_info(copied: Callable[[Batch], Any]) -> None:
     assert type(other) is Batch
     assert other is not batch
     assert other.info == batch.info
+    assert other.info.loss_weights.tolist() == [[0.5, 2.0, 1.0]]
     assert other["shift_labels"] is other["labels"]
     other["extra"] = 1
     assert "extra" not in batch

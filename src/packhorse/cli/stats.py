@@ -129,6 +129,12 @@ def _print_tokens(datasets: Sequence[DatasetStats], estimated: bool, out: termin
     out.line(
         "(Tokens of the encoded rows. A plan counts them after the label shift: one less per row.)", wrap=True
     )
+    for dataset in datasets:
+        weight, supervised = dataset.supervised_weight, dataset.spreads["supervised_tokens"].sum
+        if weight is not None and weight != supervised:
+            out.line(
+                f"{dataset.name}: loss weights sum to {weight:,.1f} over {supervised:,} supervised tokens"
+            )
     if bad := sum(datasets[-1].bad.values()):
         share = f"{bad:,} of {datasets[-1].rows:,} rows"
         out.line(f"({share} could not be counted; only the column `rows` includes them.)", wrap=True)

@@ -50,18 +50,22 @@ def shift_batch(batch: Mapping[str, Any], family: Family) -> dict[str, Any]:
     The results are contiguous: losses of transformers view ``shift_labels`` as one row.
     """
     result = shift_tokens(batch, media_keys(family))
-    return add_shift_labels(
+    return finish_labels(
         {key: value if value is batch[key] else value.contiguous() for key, value in result.items()}
     )
 
 
-def add_shift_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the labels, which are shifted already, as ``shift_labels``.
+def finish_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the labels, which are shifted already, as ``shift_labels``; remove loss weights that are all 1.
 
     A model of transformers computes a loss if it gets ``labels`` and does not shift them if it gets
     ``shift_labels``. Both are the same tensor, so changing one in place changes the other.
     """
-    return {**batch, "shift_labels": batch["labels"]}
+    result = {**batch, "shift_labels": batch["labels"]}
+    weights = result.get("loss_weights")
+    if weights is not None and bool((weights == 1).all()):
+        del result["loss_weights"]
+    return result
 
 
 @dataclass(frozen=True, slots=True)

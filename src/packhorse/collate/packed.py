@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from packhorse.collate.finish import add_counts, add_shift_labels, check_present, logger
+from packhorse.collate.finish import add_counts, check_present, finish_labels, logger
 from packhorse.collate.masks import (
     Segments,
     additive,
@@ -145,7 +145,7 @@ def collate_packs(
     if int(documents.max()) > 1:
         made["_packed_seq_ids"] = documents
     made |= rows.media(pixel_dtype, media_layout)
-    return add_counts(add_shift_labels(made), [pack.num_items for pack in packs])
+    return add_counts(finish_labels(made), [pack.num_items for pack in packs])
 
 
 def _add_attention(

@@ -35,7 +35,7 @@ MEDIA_KEYS: tuple[str, ...] = tuple(dict.fromkeys(key for family in FAMILIES for
 
 _LARGE = 1 << 22  # bytes from which on the allocator matters
 _COUNTS: Mapping[str, MediaKind] = {f"n_{kind}s": kind for kind in MEDIA_KINDS}
-_ALL_OR_NONE = ("position_ids", "loss_weights")  # no default is right next to samples that have them
+_DEFAULTS: Mapping[str, int] = {"loss_weights": 1}  # of tensors per token that a sample lacks, if not 0
 
 
 def layout_of(key: str, family: Family | None, values: Iterable[Any] = ()) -> TensorLayout:
@@ -291,14 +291,15 @@ class Packer:
 
         Positions are those of the samples; if none has any, they restart at 0 with each document.
         The mask holds document numbers 1, 2, …, and 0 for hidden tokens (of a fake image) and padding.
+        Samples without loss weights have weight 1 next to others that have them.
 
         Raises:
             ConfigError: there are no samples, they do not fit into ``pack_size``, tensors do not match, or
-                only some samples have positions or loss weights.
+                only some samples have positions.
         """
         if not samples:
             raise ConfigError("a pack has no samples: expected at least one", setting="samples", value=0)
-        _check_all_or_none(samples)
+        _check_positions(samples)
         rows = [_document(sample, number) for number, sample in enumerate(samples, 1)]
         lengths = [len(sample) for sample in samples]
         padded = [self.padded_length(length) for length in lengths]
@@ -307,7 +308,7 @@ class Packer:
             raise ConfigError.of("pack_size", self.pack_size, expected)
         joined = {}
         for key in dict.fromkeys(key for row in rows for key in row):
-            columns = (row.get(key, torch.zeros_like(row["input_ids"])) for row in rows)
+            columns = (_column(row, key) for row in rows)
             fill = fill_value(key, self.padding_idx)
             joined[key] = torch.cat(
                 [
@@ -335,14 +336,20 @@ class Packer:
         )
 
 
-def _check_all_or_none(samples: Sequence[Sample]) -> None:
-    """Raise if only some samples of a pack have positions or loss weights; name the first without."""
-    for field in _ALL_OR_NONE:
-        missing = [sample for sample in samples if getattr(sample, field) is None]
-        if 0 < len(missing) < len(samples):
-            name = missing[0].key or f"sample {samples.index(missing[0])}"
-            what = f"{name} has no '{field}', but others of its pack have: expected all or none"
-            raise ConfigError(what, setting=field)
+def _check_positions(samples: Sequence[Sample]) -> None:
+    """Raise if only some samples of a pack have positions; name the first without."""
+    missing = [sample for sample in samples if sample.position_ids is None]
+    if 0 < len(missing) < len(samples):
+        name = missing[0].key or f"sample {samples.index(missing[0])}"
+        raise ConfigError(
+            f"{name} has no 'position_ids', but others of its pack have: expected all or none",
+            setting="position_ids",
+        )
+
+
+def _column(row: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
+    """Return a tensor of a document; the default of one that it lacks, but others of its pack have."""
+    return row[key] if key in row else torch.full_like(row["input_ids"], _DEFAULTS.get(key, 0))
 
 
 def _document(sample: Sample, number: int) -> dict[str, torch.Tensor]:
@@ -364,7 +371,7 @@ def _document(sample: Sample, number: int) -> dict[str, torch.Tensor]:
 
 def fill_value(key: str, padding_idx: int) -> int:
     """Return the padding value of a tensor per token."""
-    return {"input_ids": padding_idx, "labels": IGNORE_INDEX}.get(key, 0)
+    return {"input_ids": padding_idx, "labels": IGNORE_INDEX, **_DEFAULTS}.get(key, 0)
 
 
 def stack_tokens(
@@ -377,7 +384,7 @@ def stack_tokens(
         axes = {tuple(value.shape[:-1]) for value in given if value is not None}
         if len(axes) > 1:
             raise ConfigError.of(key, sorted(axes), "expected the same leading axes in all samples")
-        if key in _ALL_OR_NONE and any(value is None for value in given):
+        if key == "position_ids" and any(value is None for value in given):
             what = f"only some samples of the batch have '{key}': expected all or none"
             raise ConfigError(what, setting=key)
         (lead,) = axes

@@ -34,6 +34,7 @@ from packhorse.collate.raw_examples import (
 from packhorse.collate.raw_labels import make_labels, media_ids
 from packhorse.collate.raw_media import drop_overlong, token_length
 from packhorse.encode.tokenized import Hook, run_hook
+from packhorse.errors import ConfigError
 from packhorse.families import Encoder, LoadedMedia
 from packhorse.families.processor_call import call, can_encode, padding_side, plain_turns, render
 from packhorse.media import load_image
@@ -64,6 +65,7 @@ def collate_batched(
     """
     records, family = records_of(examples), encoder.family
     read = read_examples(examples, encoder, place_audio=place_audio)
+    _check_weights(read)
     if max_length is not None and drop_longer:
         read = drop_overlong(read, [token_length(e.turns, encoder, e.key) for e in read], max_length, records)
     images = [sum(ref.kind == "image" for ref in example.conversation.media) for example in read]
@@ -97,6 +99,19 @@ def collate_batched(
     records.record_unsupervised(batch["labels"].unbind(), [example.key for example in read])
     counts = [Counter(ref.kind for ref in example.conversation.media) for example in read]
     return shift_batch(add_counts(cast_pixels(batch, pixel_dtype), counts), family)
+
+
+def _check_weights(examples: Sequence[Example]) -> None:
+    """Raise if an example has loss weights: labels are made from the ids of the whole batch, without them."""
+    for number, example in enumerate(examples):
+        turns = example.conversation.messages
+        if example.conversation.weight != 1 or any(turn.weight != 1 for turn in turns):
+            raise ConfigError(
+                f"{example.key or f'sample {number} of the batch'} has loss weights (weight, loss or train), "
+                "which this collate function cannot apply: encode the rows with PreTokenizedDatasetWrapper "
+                "and collate with pad_collate_fn, or remove the weights",
+                setting="weight",
+            )
 
 
 class _Rows(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from packhorse.collate.finish import add_counts, add_shift_labels
+from packhorse.collate.finish import add_counts, finish_labels
 from packhorse.collate.packed import Pack, PackedRows, neat_packed_vlm_collater, read_packs
 from packhorse.collate.packed_dataset import NeatPackConfig
 
@@ -55,7 +55,7 @@ def packed_sequence_thd_vlm_collater(
         made[key] = pad_sequence(tensors, batch_first=True, padding_value=seq_lens_padding_value)
     made["qkv_format"] = "thd"
     made |= rows.media(pixel_dtype, media_layout)
-    return add_counts(add_shift_labels(made), [pack.num_items for pack in rows.packs])
+    return add_counts(finish_labels(made), [pack.num_items for pack in rows.packs])
 
 
 def packed_collater(

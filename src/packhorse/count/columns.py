@@ -43,6 +43,7 @@ def count_schema(metadata: Mapping[str, str] | None = None) -> pa.Schema:
         pa.field("detail", pa.string(), nullable=False),
         pa.field("exact", pa.bool_(), nullable=False),
         pa.field("off_by", pa.int32(), nullable=False),
+        pa.field("weight", pa.float64(), nullable=False),
         pa.field("media", pa.list_(pa.field("item", pa.struct(media_item), nullable=False)), nullable=False),
     ]
     return pa.schema(columns, metadata=dict(metadata or {}))
@@ -53,7 +54,8 @@ class CountColumns:
     """The counts of many rows, one array each; see :class:`packhorse.types.TokenCount` for their meaning.
 
     A row whose ``status`` is not ``"ok"`` could not be counted: ``status`` is the ledger's reason, ``detail``
-    what was found (empty for valid rows), and its counts are 0.
+    what was found (empty for valid rows), and its counts are 0. ``weight`` is the sum of the loss weights of
+    a row's supervised tokens.
     """
 
     text: Integers
@@ -70,10 +72,13 @@ class CountColumns:
     exact: Flags
     off_by: Integers
     detail: Texts = field(default_factory=lambda: np.empty(0, object))
+    weight: Floats = field(default_factory=lambda: np.empty(0, np.float64))
 
     def __post_init__(self) -> None:
         if len(self.detail) != len(self.text):
             object.__setattr__(self, "detail", np.full(len(self.text), "", object))
+        if len(self.weight) != len(self.text):
+            object.__setattr__(self, "weight", self.supervised.astype(np.float64))
 
     def __len__(self) -> int:
         return len(self.text)
@@ -82,6 +87,11 @@ class CountColumns:
     def total(self) -> Integers:
         """Length of each row's ``input_ids``."""
         return self.text + self.image + self.video + self.audio
+
+    @property
+    def weighted(self) -> bool:
+        """Whether any row has loss weights other than 1."""
+        return bool((self.weight != self.supervised).any())
 
     def take(self, positions: npt.ArrayLike) -> CountColumns:
         """Return the counts of these rows, in this order; a row may occur more than once.
@@ -114,7 +124,8 @@ class CountColumns:
         # Only bad rows have a detail, and they are few.
         detail, bad = np.full(len(status), "", object), np.flatnonzero(~ok)
         detail[bad] = table.column("detail").take(pa.array(bad, pa.int64())).to_pylist()
-        return cls(**integers, status=status, ok=ok, exact=exact, detail=detail)
+        weight = _to_array(table.column("weight"), np.float64)
+        return cls(**integers, status=status, ok=ok, exact=exact, detail=detail, weight=weight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,6 +301,7 @@ class CountedRows:
 
     def __init__(self) -> None:
         self.rows: list[tuple[Any, ...]] = []
+        self.weight: list[float] = []
         self.status: list[str] = []
         self.detail: list[str] = []
         self.media: list[list[tuple[int | float, ...]]] = []
@@ -309,12 +310,14 @@ class CountedRows:
         """Append a row's count, or why it has none."""
         if isinstance(row, BadSample):
             self.rows.append(_NO_COUNTS)
+            self.weight.append(0.0)
             self.media.append([])
             self.status.append(row.reason)
             # A file name may contain bytes that are not UTF-8.
             self.detail.append(row.detail.encode("utf-8", "backslashreplace").decode())
         else:
             self.rows.append(_get_fields(row.count))
+            self.weight.append(row.count.supervised if row.weight is None else row.weight)
             self.status.append(OK)
             self.detail.append("")
             self.media.append([_media_values(item) for item in row.media])
@@ -325,7 +328,7 @@ class CountedRows:
 
         schema = count_schema()
         values: dict[str, Any] = dict(zip(_FIELDS, zip(*self.rows, strict=True), strict=True))
-        values |= {"status": self.status, "detail": self.detail, "media": self.media}
+        values |= {"status": self.status, "detail": self.detail, "media": self.media, "weight": self.weight}
         arrays = [pa.array(values[field.name], field.type) for field in schema]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 

@@ -18,10 +18,10 @@ from functools import cached_property
 from itertools import accumulate, compress
 from typing import Any, cast
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, Span, compile_tokens, label_tokens
+from packhorse.chat import IGNORE_INDEX, Answer, CannotAlign, Span, compile_tokens, label_tokens
 from packhorse.errors import BadSample, naming
 from packhorse.families import Encoder, MediaSize
-from packhorse.families.encoder import processor_errors
+from packhorse.families.encoder import processor_errors, spans_by_weight
 from packhorse.families.media_sizes import Pieces
 from packhorse.types import Conversation, MediaKind, MediaRef, TokenCount
 
@@ -182,10 +182,14 @@ class MediaItemCount:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A conversation's count and its media, in the order of the text."""
+    """A conversation's count and its media, in the order of the text.
+
+    ``weight`` is the sum of the loss weights of its supervised tokens; None if all are 1.
+    """
 
     count: TokenCount
     media: tuple[MediaItemCount, ...] = ()
+    weight: float | None = None
 
 
 @dataclass(slots=True)
@@ -197,6 +201,7 @@ class _SplitText:
     fixed: int = 0
     fixed_supervised: int = 0
     media: tuple[MediaItemCount, ...] = ()
+    factor: float = 1.0  # loss weight of the supervised tokens
     _piece: str = ""
     _is_supervised: bool = False
 
@@ -294,7 +299,8 @@ class TokenCounter:
             for (index, text), end in zip(split, ends, strict=True):
                 own = lengths[end - len(text.pieces) : end]
                 supervised = text.fixed_supervised + sum(compress(own, text.supervised))
-                results[index] = self._result(sum(own) + text.fixed, supervised, text.media)
+                weight = supervised * text.factor
+                results[index] = self._result(sum(own) + text.fixed, supervised, weight, text.media)
         return cast("list[Counted | BadSample]", results)
 
     def settings(self) -> dict[str, Any]:
@@ -309,13 +315,16 @@ class TokenCounter:
         encoder.check_placeholders(text, conversation)
         media, written = self._media(conversation.media, conversation.key)
         try:
-            spans = [(answer.start, answer.end) for answer, _ in encoder.answers(conversation, text)]
-            split = self._split(conversation, text, spans, written)
+            answers = encoder.answers(conversation, text)
+            factors, split = {weight for _, weight in answers}, None
+            if len(factors) < 2:
+                spans = [(answer.start, answer.end) for answer, _ in answers]
+                split = self._split(conversation, text, spans, written)
             if split is None:
-                return self._tokenize(conversation, text, spans, media)
+                return self._tokenize(conversation, text, answers, media)
         except CannotAlign as error:
             raise BadSample(str(error), key=conversation.key, stage="encode") from error
-        split.media = media
+        split.media, split.factor = media, max(factors, default=1.0)
         return split
 
     def _split(
@@ -367,19 +376,26 @@ class TokenCounter:
         return result
 
     def _tokenize(
-        self, conversation: Conversation, text: str, spans: Sequence[Span], media: tuple[MediaItemCount, ...]
+        self,
+        conversation: Conversation,
+        text: str,
+        answers: Sequence[tuple[Answer, float]],
+        media: tuple[MediaItemCount, ...],
     ) -> Counted:
         """Tokenize and label a rendered text as encoding does, without repeated media tokens."""
         encoder, content = self.encoder, self.encoder.media_token_ids
         outline, omitted = encoder.outline(text, [(item.kind, item.size) for item in media], conversation.key)
         ids = encoder.tokenize(outline, rendered=text)
-        labels = label_tokens(encoder, text, spans, ids, content)
+        supervised, total = 0, 0.0
+        for factor, spans in spans_by_weight(answers):
+            labels = label_tokens(encoder, text, spans, ids, content)
+            learned = sum(label != IGNORE_INDEX for label in labels)
+            supervised, total = supervised + learned, total + factor * learned
         number = sum(token in content for token in ids) + omitted
         expected = sum(item.tokens for item in media)
         if self.family.exact and number != expected:
             raise self.family.bad(f"{number} media tokens, but its media need {expected}", conversation)
-        supervised = sum(label != IGNORE_INDEX for label in labels)
-        return self._result(len(ids) + omitted, supervised, media)
+        return self._result(len(ids) + omitted, supervised, total, media)
 
     def _media(self, refs: Sequence[MediaRef], key: str) -> tuple[tuple[MediaItemCount, ...], list[Written]]:
         """Return the counts of a sample's media and what is written for each, from the sizes in headers."""
@@ -424,9 +440,12 @@ class TokenCounter:
             written += [*parts, text[position:]] * times
         return [part for part in written if part]
 
-    def _result(self, total: int, supervised: int, media: tuple[MediaItemCount, ...]) -> Counted:
+    def _result(
+        self, total: int, supervised: int, weight: float, media: tuple[MediaItemCount, ...]
+    ) -> Counted:
+        known = None if weight == supervised else weight
         if not media:
-            return Counted(TokenCount(total, supervised=supervised))
+            return Counted(TokenCount(total, supervised=supervised), weight=known)
         sums: defaultdict[str, Any] = defaultdict(int, text=total)  # by field of TokenCount
         for item in media:
             sums["text"] -= item.tokens
@@ -437,7 +456,7 @@ class TokenCounter:
         if not self.family.exact:
             off_by = self.family.off_by
             count = replace(count, exact=False, off_by=-1 if off_by is None else off_by)
-        return Counted(count, media)
+        return Counted(count, media, known)
 
 
 def _is_inside(edges: Sequence[int], position: int) -> bool:

@@ -18,7 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import groupby
 from logging import getLogger
+from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,6 +34,7 @@ from packhorse.chat import (
     ChatProcessor,
     Processor,
     RepeatedTokenTokenizer,
+    Span,
     TokenizedText,
     answer_spans,
     chat_templates,
@@ -848,12 +851,13 @@ class Encoder(ChatProcessor):
             labels, weights = self._labels_and_weights(encoded)
         except CannotAlign as error:
             raise BadSample(str(error), key=key, stage="encode") from error
-        tokens = {"labels": labels, **encoded.tokens}  # a hook may have made labels and positions
+        # A hook may have made labels, loss weights and positions.
+        tokens: dict[str, Any] = {"labels": labels, "loss_weights": weights, **encoded.tokens}
         counts = Counter(kind for kind, _ in encoded.sizes)
         return Sample(
             labels=tokens.pop("labels"),
             position_ids=tokens.pop("position_ids", None),
-            loss_weights=weights,
+            loss_weights=tokens.pop("loss_weights"),
             tokens=tokens,
             media=encoded.media,
             num_items={kind: counts[kind] for kind in MEDIA_KINDS},
@@ -906,6 +910,12 @@ class Encoder(ChatProcessor):
                     f"family '{family.name}' ({layout.owner}) expects {expected} along axis 0"
                 )
                 raise ConfigError(what, setting=key, value=shape)
+
+
+def spans_by_weight(answers: Sequence[tuple[Answer, float]]) -> Iterator[tuple[float, list[Span]]]:
+    """Yield the spans of consecutive answers with the same weight, and that weight."""
+    for weight, group in groupby(answers, itemgetter(1)):
+        yield weight, [(answer.start, answer.end) for answer, _ in group]
 
 
 def _dropped_length(answer: str, written: str) -> int:

@@ -66,10 +66,12 @@ def _check_models(accelerator: Accelerator, loader: Loader) -> None:
         check_model(loader, model)
 
 
-def steps(accelerator: Accelerator, loader: Loader) -> Iterator[tuple[list[Batch], int]]:
+def steps(accelerator: Accelerator, loader: Loader) -> Iterator[tuple[list[Batch], float]]:
     """Yield the micro-batches of each step on the device, and the supervised tokens of all ranks.
 
-    Loop over the micro-batches under ``accelerator.accumulate(model)``.
+    Loop over the micro-batches under ``accelerator.accumulate(model)``, with the loss
+    ``token_loss(logits, batch["labels"], tokens, replicas(accelerator), batch.info.loss_weights)``; tokens as
+    in :func:`~packhorse.integrations.loss.count_supervised`.
 
     Raises:
         ConfigError: packed rows are wrong for a prepared model.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from packhorse.errors import require
-from packhorse.integrations.loss import token_loss
+from packhorse.integrations.loss import loss_weights_of, token_loss
 from packhorse.integrations.trainer_feed import StepFeed, check_model, check_world
 
 if TYPE_CHECKING:
@@ -79,12 +79,14 @@ def _mark_saved(trainer: Trainer) -> None:
             callback._last_global_step_saved = trainer.global_step
 
 
-def step_loss(trainer: Trainer, logits: torch.Tensor, batch: Mapping[str, Any], tokens: int) -> torch.Tensor:
+def step_loss(
+    trainer: Trainer, logits: torch.Tensor, batch: Mapping[str, Any], tokens: float
+) -> torch.Tensor:
     """Return the loss for ``training_step``: a mean over the supervised tokens of all ranks and micro-steps.
 
-    Undoes that Lightning divides by the accumulated micro-steps and that ranks average gradients. To log it,
-    divide by both again and sum: see ``examples/train_lightning.py``.
+    Applies the loss weights of the batch. Undoes that Lightning divides by the accumulated micro-steps and
+    that ranks average gradients. To log it, divide by both again and sum: see
+    ``examples/train_lightning.py``.
     """
-    return token_loss(
-        logits, batch["labels"], tokens, replicas=trainer.world_size * trainer.accumulate_grad_batches
-    )
+    replicas = trainer.world_size * trainer.accumulate_grad_batches
+    return token_loss(logits, batch["labels"], tokens, replicas, loss_weights_of(batch))

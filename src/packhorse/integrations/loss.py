@@ -2,7 +2,8 @@
 
 An optimizer step may have many batches (ranks, accumulated micro-steps) with different numbers of supervised
 tokens, so the mean of their means is not the mean over tokens, and a batch without any has none (NaN). Here
-every batch contributes the *sum* over its tokens, divided by the number of tokens of *all* batches.
+every batch contributes the *sum* over its tokens, divided by the number of tokens of *all* batches. If rows
+have loss weights, that is the weighted sum, divided by the weights of all supervised tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ _ROWS = 1024  # tokens per chunk: 0.6 GB in float32 with a vocabulary of 150,000
 
 
 def token_loss(
-    logits: torch.Tensor, labels: torch.Tensor, tokens: int | torch.Tensor, replicas: int = 1
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    tokens: float | torch.Tensor,
+    replicas: int = 1,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the contribution of a batch to the mean loss over all supervised tokens of a step.
 
@@ -47,8 +52,11 @@ def token_loss(
         logits: [B, S, vocabulary].
         labels: [B, S], already shifted: the token after ``input_ids[:, t]``, or -100. May hold no label
             at all: then the loss is 0, and so are all gradients.
-        tokens: supervised tokens of the step, of all ranks and micro-steps, see :func:`count_supervised`.
+        tokens: supervised tokens of the step (the sum of their weights, if rows have weights), of all ranks
+            and micro-steps, see :func:`count_supervised`.
         replicas: ranks whose gradients are averaged.
+        weights: [B, S], ``batch.info.loss_weights``: factors for the loss of each token, on any device; None
+            if all are 1.
 
     Raises:
         ConfigError: the shapes do not fit.
@@ -57,56 +65,86 @@ def token_loss(
         detail = f"expected the shape [B, S] of the logits {tuple(logits.shape)}"
         hint = "labels of a batch are already shifted, do not cut them"
         raise ConfigError.of("labels", tuple(labels.shape), f"{detail}; {hint}")
-    summed: torch.Tensor = _SummedCrossEntropy.apply(logits, labels.to(logits.device))  # type: ignore[no-untyped-call]
+    if weights is not None:
+        if weights.shape != labels.shape:
+            expected = f"expected the shape [B, S] of the labels {tuple(labels.shape)}"
+            raise ConfigError.of("weights", tuple(weights.shape), expected)
+        weights = weights.to(logits.device)
+    summed: torch.Tensor = _SummedCrossEntropy.apply(logits, labels.to(logits.device), weights)  # type: ignore[no-untyped-call]
     if isinstance(tokens, torch.Tensor):
-        return summed * (replicas / tokens.clamp(min=1).to(summed.device))
-    return summed * (replicas / max(tokens, 1))
+        # 0 tokens give a sum of 0; a sum of weights may be below 1.
+        return summed * (replicas / torch.where(tokens > 0, tokens, 1).to(summed.device))
+    return summed * (replicas / (tokens or 1))
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropy over rows with a label; saves the logits and one number per row."""
+    """Weighted sum of the cross entropy over rows with a label; saves the logits and two numbers per row."""
 
     @staticmethod
-    def forward(context: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(
+        context: Any, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
         flat, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        rows = torch.nonzero(targets != IGNORE_INDEX).flatten()
+        counts = targets != IGNORE_INDEX
         exact = torch.promote_types(logits.dtype, torch.float32)
+        factors = None
+        if weights is not None:
+            counts &= weights.reshape(-1) != 0
+            factors = weights.reshape(-1)[counts].to(exact)
+        rows = torch.nonzero(counts).flatten()
         total = torch.zeros((), dtype=exact, device=logits.device)
         norms = []
-        for some in torch.split(rows, _ROWS):
+        for number, some in enumerate(torch.split(rows, _ROWS)):
             scores = flat[some].to(exact)
             norm = scores.logsumexp(-1)
-            total += (norm - scores.gather(-1, targets[some, None])[:, 0]).sum()
+            losses = norm - scores.gather(-1, targets[some, None])[:, 0]
+            total += losses.sum() if factors is None else losses @ torch.split(factors, _ROWS)[number]
             norms.append(norm)
-        context.save_for_backward(logits, targets, rows, torch.cat(norms) if norms else total[None][:0])
+        norm = torch.cat(norms) if norms else total[None][:0]
+        context.save_for_backward(logits, targets, rows, norm, factors)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits, targets, rows, norms = context.saved_tensors
+    def backward(context: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, targets, rows, norms, factors = context.saved_tensors
         gradient = torch.zeros_like(logits, memory_format=torch.contiguous_format)
         flat, into = logits.reshape(-1, logits.shape[-1]), gradient.view(-1, logits.shape[-1])
-        for some, norm in zip(torch.split(rows, _ROWS), torch.split(norms, _ROWS), strict=True):
+        scales = outer.expand(len(rows)) if factors is None else outer * factors
+        pieces = (torch.split(each, _ROWS) for each in (rows, norms, scales))
+        for some, norm, scale in zip(*pieces, strict=True):
             shares = flat[some].to(norm.dtype).sub_(norm[:, None]).exp_()  # of a copy: rows were picked
             shares.scatter_add_(-1, targets[some, None], shares.new_full((len(some), 1), -1.0))
-            into[some] = shares.mul_(outer).to(gradient.dtype)
-        return gradient, None
+            into[some] = shares.mul_(scale[:, None]).to(gradient.dtype)
+        return gradient, None, None
 
 
-def count_batch_supervised(batch: Mapping[str, Any]) -> int:
-    """Return the number of supervised tokens of a batch."""
-    return int((batch["labels"] != IGNORE_INDEX).sum())
+def loss_weights_of(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the loss weights [B, S] of a batch of a loader or of a collate function; None if all are 1."""
+    weights: torch.Tensor | None = batch.get("loss_weights")
+    info = getattr(batch, "info", None)  # only a batch of a loader has it
+    return info.loss_weights if weights is None and info is not None else weights
+
+
+def count_batch_supervised(batch: Mapping[str, Any]) -> float:
+    """Return the number of supervised tokens of a batch, or the sum of their weights if it has weights."""
+    supervised, weights = batch["labels"] != IGNORE_INDEX, loss_weights_of(batch)
+    if weights is None:
+        return int(supervised.sum())
+    return float(weights.to("cpu", torch.float64)[supervised.cpu()].sum())
 
 
 def count_supervised(
     batches: Sequence[Mapping[str, Any]],
     group: dist.ProcessGroup | None = None,
     device: str | torch.device | None = None,
-) -> int:
-    """Return the number of supervised tokens of a step: of these micro-batches, on all ranks.
+) -> float:
+    """Return the supervised tokens of a step: of these micro-batches, on all ranks.
 
-    Every rank must call it once per step: one all-reduce of a number, none without a process group.
+    That is their number, an ``int``; if any of the batches has loss weights, the sum of the weights, a
+    ``float``, in which tokens of batches without weights count 1.
+
+    Every rank must call it once per step: one all-reduce of two numbers, none without a process group.
 
     Args:
         batches: of this rank.
@@ -114,12 +152,15 @@ def count_supervised(
             parallel) must not share a group, or their tokens count twice.
         device: of the all-reduce; None for that of the backend.
     """
-    count = sum(count_batch_supervised(batch) for batch in batches)
+    counts = [count_batch_supervised(batch) for batch in batches]
+    weighted = any(isinstance(count, float) for count in counts)
     if not has_process_group():
-        return count
-    total = torch.tensor(count, dtype=torch.int64, device=device or reachable_device(group))
-    dist.all_reduce(total, group=group)
-    return int(total)
+        return sum(counts)
+    device = device or reachable_device(group)
+    totals = torch.tensor([sum(counts), weighted], dtype=torch.float64, device=device)
+    dist.all_reduce(totals, group=group)
+    total, on_ranks = totals.tolist()
+    return total if on_ranks else int(total)
 
 
 def grouped(batches: Iterable[Item], gradient_accumulation_steps: int) -> Iterator[list[Item]]:
@@ -155,7 +196,7 @@ class Evaluation:
     """Result of :func:`evaluate`.
 
     Attributes:
-        loss: mean cross entropy over all supervised tokens.
+        loss: mean cross entropy over all supervised tokens; weighted, if rows have loss weights.
         tokens: supervised tokens, of all ranks.
     """
 
@@ -185,6 +226,8 @@ def evaluation_mode(*modules: torch.nn.Module) -> Iterator[None]:
 def evaluate(model: torch.nn.Module, loader: Loader, group: dist.ProcessGroup | None = None) -> Evaluation:
     """Return the mean loss over all supervised tokens of a loader's rows, on all ranks.
 
+    If rows have loss weights, it is the weighted mean: the sum of weight times loss, over the sum of weights.
+
     Each call iterates over the loader's epoch 0 from its start: every row once, in the same batches. The
     model runs in evaluation mode without gradients; its modules then get their mode back. Every rank of a
     process group must call it.
@@ -195,8 +238,8 @@ def evaluate(model: torch.nn.Module, loader: Loader, group: dist.ProcessGroup | 
         group: the data-parallel ranks; None for all.
 
     Raises:
-        ConfigError: the rows have no supervised token, the loader is for another number of ranks, or the
-            model runs another attention than the batches are for.
+        ConfigError: the rows have no supervised token (or all weights are 0), the loader is for another
+            number of ranks, or the model runs another attention than the batches are for.
     """
     if has_process_group() and loader.world.size != (ranks := dist.get_world_size(group)):
         raise wrong_world(loader.world, f"{ranks} ranks evaluate")
@@ -204,20 +247,22 @@ def evaluate(model: torch.nn.Module, loader: Loader, group: dist.ProcessGroup | 
         loader.set_epoch(loader.epoch + 1)
     loader.set_epoch(0)
     device = next(model.parameters()).device
-    totals = torch.zeros(2, dtype=torch.float64)  # loss and tokens
+    totals = torch.zeros(3, dtype=torch.float64)  # loss, weights, tokens
     with evaluation_mode(model):
         for number, batch in enumerate(loader):
             moved = to_device(batch, device)
             inputs = model_inputs(moved, None if number else model)  # checking one batch is enough
-            totals[0] += token_loss(model(**inputs).logits, moved["labels"], 1).cpu()
+            weights = loss_weights_of(batch)
+            totals[0] += token_loss(model(**inputs).logits, moved["labels"], 1, weights=weights).cpu()
             totals[1] += count_batch_supervised(batch)
+            totals[2] += batch.info.supervised
     if has_process_group():
         totals = totals.to(reachable_device(group))
         dist.all_reduce(totals, group=group)
-    loss, tokens = totals.tolist()
-    if not tokens:
+    loss, weight, tokens = totals.tolist()
+    if not weight:
         raise ConfigError(
             "no supervised token in the validation rows: each row needs an assistant turn. "
             "loader.epoch_stats says what became of the rows"
         )
-    return Evaluation(loss / tokens, int(tokens))
+    return Evaluation(loss / weight, int(tokens))

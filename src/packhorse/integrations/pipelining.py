@@ -30,7 +30,12 @@ from torch.nn.utils.rnn import pad_sequence
 from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import ConfigError
 from packhorse.families.qwen_vl import RopeIndex, rope_index
-from packhorse.integrations.loss import count_batch_supervised, evaluation_mode, token_loss
+from packhorse.integrations.loss import (
+    count_batch_supervised,
+    evaluation_mode,
+    loss_weights_of,
+    token_loss,
+)
 from packhorse.pp_media import VLM_PP_MEDIA_KEY, stage_vlm_media_for_pp
 from packhorse.pp_media.stage import innermost
 
@@ -86,12 +91,18 @@ def pipeline_inputs(
         config: of the model, for the ids of media tokens.
 
     Raises:
-        ConfigError: the batch cannot be split or has keys that stages do not take, or ``n_microbatches`` is
-            below 1.
+        ConfigError: the batch cannot be split, has loss weights or keys that stages do not take, or
+            ``n_microbatches`` is below 1.
     """
     if isinstance(n_microbatches, bool) or n_microbatches < 1:
         raise ConfigError.of("n_microbatches", n_microbatches, "expected at least 1")
     _check_keys(batch)
+    if loss_weights_of(batch) is not None:
+        raise ConfigError(
+            "the batch has loss_weights, which a pipeline cannot apply: a schedule passes the loss function "
+            "logits and labels only. Remove the weights of the rows and of their dataset",
+            setting="loss_weights",
+        )
     # Contiguous, because microbatches are identified by their memory.
     ids, labels = batch["input_ids"].contiguous(), batch["labels"]
     if ids.dim() != 2 or labels.shape != ids.shape:
@@ -108,7 +119,7 @@ def pipeline_inputs(
     if positions is not None:
         kwargs["position_ids"] = positions
     axes = {name: _axis(name, value, len(ids)) for name, value in kwargs.items()}
-    inputs = PipelineInputs(ids, labels, kwargs, axes, count_batch_supervised(batch))
+    inputs = PipelineInputs(ids, labels, kwargs, axes, int(count_batch_supervised(batch)))
     rows = even_rows(len(ids), n_microbatches)
     return _add_rows(inputs, rows, config) if bool((rows < 0).any()) else inputs
 

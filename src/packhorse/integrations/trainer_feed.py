@@ -113,7 +113,7 @@ class TrainerFeed:
 
 
 class StepFeed(TrainerFeed):
-    """Yields pairs of a batch and the supervised tokens of its step over all ranks.
+    """Yields pairs of a batch and the supervised tokens (or their weight) of its step over all ranks.
 
     For trainers that take one batch at a time; all micro-batches of a step are fetched with its first one.
     """
@@ -126,7 +126,7 @@ class StepFeed(TrainerFeed):
         """Return the batches of this epoch, including those before a restart."""
         return self._before + self.delivered + int(self.loader.remaining)
 
-    def _deliver(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, int]]:
+    def _deliver(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
         gradient_accumulation_steps = self.loader.config.gradient_accumulation_steps
         step: list[Batch] = []
         for batch in super()._deliver(batches):

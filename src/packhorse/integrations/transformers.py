@@ -20,7 +20,13 @@ from packhorse.collate.packed import model_inputs
 from packhorse.errors import ConfigError, require
 from packhorse.families.models import check_router_loss, honours_shift_labels, make_honour_shift_labels
 from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
-from packhorse.integrations.loss import count_batch_supervised, count_supervised, evaluate, token_loss
+from packhorse.integrations.loss import (
+    count_batch_supervised,
+    count_supervised,
+    evaluate,
+    loss_weights_of,
+    token_loss,
+)
 from packhorse.integrations.trainer_feed import TrainerFeed, check_model, check_world
 from packhorse.loader.loader import Loader
 from packhorse.types import Batch, to_device
@@ -45,7 +51,8 @@ class TrainFromLoader:
         trainer.train(resume_from_checkpoint=True)
 
     - The loader assigns batches to ranks; ``per_device_train_batch_size`` has no effect.
-    - The loss is one mean over the supervised tokens of all ranks and accumulated micro-steps.
+    - The loss is one mean over the supervised tokens of all ranks and accumulated micro-steps; a weighted one
+      if rows have loss weights.
     - Each checkpoint holds the loader's state; ``resume_from_checkpoint`` resumes after the last trained
       batch, without loading earlier ones, also with another number of ranks.
     - The loader's metrics are logged with the loss.
@@ -143,8 +150,8 @@ class TrainFromLoader:
         epochs, *others = super().set_initial_training_values(*arguments, **options)  # type: ignore[misc]
         return (0 if self._finished else epochs + 2 * self._resumed, *others)
 
-    def get_batch_samples(self, *arguments: Any, **options: Any) -> tuple[list[Any], int | None]:
-        """Return the micro-batches of a step, and their supervised tokens on all ranks."""
+    def get_batch_samples(self, *arguments: Any, **options: Any) -> tuple[list[Any], float | None]:
+        """Return the micro-batches of a step, and their supervised tokens (or weight) on all ranks."""
         batches, _ = super().get_batch_samples(*arguments, **options)  # type: ignore[misc]
         return batches, count_supervised(batches) if batches else None
 
@@ -176,7 +183,7 @@ class TrainFromLoader:
         model: torch.nn.Module,
         inputs: Mapping[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: int | torch.Tensor | None = None,
+        num_items_in_batch: float | torch.Tensor | None = None,
     ) -> Any:
         """Return the contribution of a micro-batch to the mean over the step's tokens; see :mod:`.loss`."""
         if not model.training:
@@ -184,7 +191,7 @@ class TrainFromLoader:
         outputs = model(**model_inputs(inputs))
         tokens = count_batch_supervised(inputs) if num_items_in_batch is None else num_items_in_batch
         ranks = int(self.accelerator.num_processes)  # type: ignore[attr-defined]
-        loss = token_loss(outputs.logits, inputs["labels"], tokens, ranks)
+        loss = token_loss(outputs.logits, inputs["labels"], tokens, ranks, loss_weights_of(inputs))
         return (loss, outputs) if return_outputs else loss
 
     def evaluate(

@@ -165,6 +165,7 @@ class BatchBuilder:
             num_images=images,
             num_videos=videos,
             num_audios=audios,
+            loss_weights=batch.get("loss_weights"),
         )
 
     def sample(self, index: int) -> Sample | None:

@@ -148,6 +148,8 @@ class EpochStats:
             epoch.
         remarks: samples that were delivered with a ledger entry (cut, nothing supervised), by reason.
         unknown: why ``delivered`` is None, and what to do; empty if it is known.
+        supervised: supervised tokens of the planned examples, as they were counted.
+        supervised_weight: the sum of their loss weights.
     """
 
     epoch: int
@@ -158,6 +160,8 @@ class EpochStats:
     reasons: dict[str, int] = field(default_factory=dict)
     remarks: dict[str, int] = field(default_factory=dict)
     unknown: str = ""
+    supervised: int = 0
+    supervised_weight: float = 0.0
 
     @property
     def dropped(self) -> int:
@@ -172,6 +176,9 @@ class EpochStats:
         lost = f", {self.lost:,} failed{known}" if self.lost else ""
         lines = [f"epoch {self.epoch}: {self.rows:,} rows, {self.planned:,} in the plan{delivered}{lost}"]
         lines += [f"  {reason}: {count:,} of {self.rows:,}" for reason, count in self.reasons.items()]
+        if self.supervised_weight != self.supervised:
+            weight, tokens = f"{self.supervised_weight:,.1f}", f"{self.supervised:,}"
+            lines.append(f"  loss weights sum to {weight} over {tokens} supervised tokens")
         if self.remarks:
             lines.append(f"  delivered with a remark: {_format_reasons(self.remarks)}")
         return "\n".join(lines)
@@ -199,7 +206,8 @@ def reconcile(
     for tally in earlier:
         total = total.plus(tally or Tally())
     if shard_data:
-        own = replace(own, rows=sum(part.rows for part in stats), planned=sum(part.planned for part in stats))
+        names = ("rows", "planned", "supervised", "supervised_weight")
+        own = replace(own, **{name: sum(getattr(part, name) for part in stats) for name in names})
     delivered = None if unknown else total.delivered
     summed = replace(own, delivered=delivered, lost=total.lost, unknown=unknown)
     if summed.delivered is not None and summed.delivered + summed.lost != summed.planned:

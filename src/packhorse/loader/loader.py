@@ -138,6 +138,12 @@ class Loader:
         self._workers = WorkerPool(builder, config, self._choose_num_workers())
         if config.pin_memory and not torch.cuda.is_available():
             logger.warning("pin_memory=True has no effect: no GPU is available")
+        if self.counts.weighted and (self.world.rank == 0 or config.shard_data):
+            logger.warning(
+                "rows have loss weights, which model(**batch).loss ignores. In a loop of your own write "
+                "token_loss(logits, batch['labels'], tokens, weights=batch.info.loss_weights) with tokens = "
+                "count_supervised(…); TrainFromLoader, SFTTrainer, step_loss and evaluate apply them"
+            )
         self.epoch_stats: EpochStats | None = None
         self._recorded_dropped = False
         self._step_file = StepFile.of(self.ledger)
@@ -320,7 +326,15 @@ class Loader:
 
     def _reconcile(self) -> None:
         current, shard_data = self._current, self.config.shard_data
-        stats = EpochStats(self.epoch, len(self.dataset), len(self.plan.indices), *current.tallies[-1])
+        planned, counts = self.plan.indices, self.counts
+        stats = EpochStats(
+            self.epoch,
+            len(self.dataset),
+            len(planned),
+            *current.tallies[-1],
+            supervised=int(counts.supervised[planned].sum()),
+            supervised_weight=float(counts.weight[planned].sum()),
+        )
         self.epoch_stats = reconcile(
             stats, current.before, shard_data=shard_data, ledger=self.ledger, ranks=self._ranks
         )

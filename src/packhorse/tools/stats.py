@@ -84,6 +84,7 @@ class DatasetStats:
         media: numbers of ``images``, ``videos`` and ``audios``.
         spreads: the distributions of :data:`SPREADS`.
         longest: the rows with the most tokens, the longest first.
+        supervised_weight: the sum of the loss weights of all supervised tokens; None for estimates.
     """
 
     name: str
@@ -94,10 +95,12 @@ class DatasetStats:
     media: dict[str, int]
     spreads: dict[str, Distribution] = field(repr=False)
     longest: tuple[LongRow, ...] = ()
+    supervised_weight: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
-        fields = {name: getattr(self, name) for name in ("name", "file", "rows", "bad", "text_only", "media")}
+        names = ("name", "file", "rows", "bad", "text_only", "media", "supervised_weight")
+        fields = {name: getattr(self, name) for name in names}
         spreads = {name: self.spreads[name].as_dict() for name in SPREADS}
         return fields | spreads | {"longest": [row._asdict() for row in self.longest]}
 
@@ -225,7 +228,8 @@ def _stats_of_counts(counted: CountedFile, longest: int) -> DatasetStats:
         }
         rows = first + np.flatnonzero(ok)
         bad = Counter(columns.status[~ok].tolist())
-        parts.append(_part_stats(len(columns), bad, numbers, values, rows, longest))
+        part = _part_stats(len(columns), bad, numbers, values, rows, longest)
+        parts.append(replace(part, supervised_weight=float(columns.weight.sum())))
         first += len(columns)
     return _with_locations(_merge(config.name, config.file_name, parts, longest), counted.file)
 
@@ -268,6 +272,7 @@ def _merge(name: str, file: str, parts: Sequence[DatasetStats], longest: int = _
     for part in parts:
         bad.update(part.bad)
         media.update(part.media)
+    weights = [part.supervised_weight for part in parts]
     rows = [row for part in parts for row in part.longest]
     rows.sort(key=lambda row: (-row.tokens, row.key.rpartition("/")[0], row.row))
     return DatasetStats(
@@ -279,6 +284,7 @@ def _merge(name: str, file: str, parts: Sequence[DatasetStats], longest: int = _
         dict(media),
         {spread: Distribution.merge(part.spreads[spread] for part in parts) for spread in SPREADS},
         tuple(rows[:longest]),
+        None if None in weights else float(sum(weights)),
     )
 
 

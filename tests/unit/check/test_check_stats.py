@@ -42,6 +42,29 @@ def test_a_row_that_claims_a_huge_number_of_tokens_does_not_cost_the_memory_for_
     assert compute_stats(meta).all().spreads["tokens"].max == (1 << 24) - 1
 
 
+def test_the_weight_of_supervised_tokens_is_summed(tmp_path: Path) -> None:
+    """Of the dataset, of rows and of turns; rows without weights count their tokens."""
+    rows = [text_row(n) for n in range(4)]
+    rows[1]["weight"] = 0.5
+    rows[2]["messages"][-1]["loss"] = False
+    write_rows(tmp_path / "rows.jsonl", rows)
+    entries = {"plain": {"file_name": "rows.jsonl"}, "double": {"file_name": "rows.jsonl", "weight": 2}}
+    meta = write_meta(tmp_path, entries)
+    report = compute_stats(meta, processor("qwen2_vl"))
+    counts = counts_of(open_meta_dataset(meta), processor("qwen2_vl"))
+    assert counts is not None
+    expected = counts.supervised[:4] @ np.array([1, 0.5, 0, 1])
+    assert counts.supervised[2] == 0
+    weights = {dataset.name: dataset.supervised_weight for dataset in report.datasets}
+    assert weights == {"plain": expected, "double": 2 * expected}
+    assert report.as_dict()["all"]["supervised_weight"] == 3 * expected
+    assert compute_stats(meta).all().supervised_weight is None, "an estimate knows no weights"
+    rows = [text_row(n) for n in range(4)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    report = compute_stats({"plain": {"file_name": str(tmp_path / "rows.jsonl")}}, processor("qwen2_vl"))
+    assert report.all().supervised_weight == report.all().spreads["supervised_tokens"].sum
+
+
 def test_counted_statistics_are_those_of_the_counts(tmp_path: Path) -> None:
     meta = write_demo_data(tmp_path)
     report = compute_stats(meta, processor("qwen2_vl"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from count_samples import save_processor, sidecars, write_chats, write_rows
+from count_samples import chat, save_processor, sidecars, write_chats, write_meta, write_rows
 from demo_data import write_demo_data
 from packhorse.cli.app import app
 from packhorse.cli.stats import bins_for, histogram_lines, short
@@ -58,6 +58,19 @@ def test_with_a_processor_rows_are_counted_first_and_reused_then(tmp_path: Path,
     assert (report["estimated"], report["exact"]) == (False, True)
 
 
+def test_loss_weights_are_shown_if_rows_have_them(tmp_path: Path, saved: str) -> None:
+    rows = [{**chat(n), **({"weight": 0.5} if n % 2 else {})} for n in range(4)]
+    write_rows(tmp_path / "some.jsonl", rows)
+    write_rows(tmp_path / "none.jsonl", [chat(n) for n in range(4)])
+    meta = write_meta(tmp_path, {name: {"file_name": f"{name}.jsonl"} for name in ("some", "none")})
+    lines = [line for line in run(meta, "--processor", saved).stdout.splitlines() if "loss weights" in line]
+    assert [line.partition(":")[0] for line in lines] == ["some", "all"]
+    report = json.loads(run(meta, "--processor", saved, "--json").stdout)
+    (some,) = (dataset for dataset in report["datasets"] if dataset["name"] == "some")
+    weight, tokens = some["supervised_weight"], some["supervised_tokens"]
+    assert lines[0] == f"some: loss weights sum to {weight:,.1f} over {tokens['sum']:,} supervised tokens"
+
+
 def test_the_output_is_short_unless_more_is_requested(tmp_path: Path, saved: str) -> None:
     meta = write_demo_data(tmp_path)
     short_output = run(meta, "--processor", saved).stdout
@@ -81,7 +94,8 @@ def test_the_statistics_can_be_had_as_json(tmp_path: Path) -> None:
     report = json.loads(run(write_chats(tmp_path, 10), "--json").stdout)
     (chats,) = report["datasets"]
     assert list(chats) == [
-        *("name", "file", "rows", "bad", "text_only", "media", "tokens", "supervised_tokens"),
+        *("name", "file", "rows", "bad", "text_only", "media"),
+        *("supervised_weight", "tokens", "supervised_tokens"),
         *("supervised_percent", "visual_tokens", "media_per_row", "image_side", "image_tokens", "longest"),
     ]
     assert {"n", "sum", "mean", "p50", "p90", "p99", "max", "histogram"} <= set(chats["tokens"])

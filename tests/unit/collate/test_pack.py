@@ -9,6 +9,7 @@ import torch
 
 from packhorse.collate.packed import model_inputs, neat_packed_vlm_collater
 from packhorse.collate.packer import Packer, join, pack_to_dict, to_pack, to_sample
+from packhorse.collate.thd import packed_sequence_thd_vlm_collater
 from packhorse.families import FAMILIES, Family
 from packhorse.families.llava_onevision import LlavaOnevision
 from packhorse.families.qwen_vl import mrope_position_ids
@@ -225,14 +226,36 @@ def test_a_prepared_sample_is_a_new_one_and_the_given_one_stays() -> None:
         Packer(8).prepare(to_sample(sample(1), None))
 
 
-@pytest.mark.parametrize("field", ["position_ids", "loss_weights"])
-def test_a_sample_without_what_others_of_its_pack_have_is_named(field: str) -> None:
+def test_a_sample_without_positions_next_to_others_with_them_is_named() -> None:
     samples = [
-        to_sample(sample(1, 2, **{field: torch.arange(2)}), None, "coco/1"),
+        to_sample(sample(1, 2, position_ids=torch.arange(2)), None, "coco/1"),
         to_sample(sample(3, 4), None, "coco/2"),
     ]
-    with raises_config(field, match="coco/2"):
+    with raises_config("position_ids", match="coco/2"):
         Packer(8).join(samples)
+
+
+def test_samples_without_loss_weights_have_weight_1_next_to_others_that_have_them() -> None:
+    packer = Packer(8, sequence_alignment=2)
+    plain, weighted = (
+        packer.prepare(to_sample(sample(1, 2, 3, 4, **fields), None))
+        for fields in ({}, {"loss_weights": torch.tensor([1, 0.5, 0.25, 0])})
+    )
+    pack = packer.join([plain, weighted])
+    assert pack.loss_weights is not None
+    assert pack.loss_weights.tolist() == [1, 1, 1, 1, 0.5, 0.25, 0, 1]
+    other = packer.join([plain])
+    assert other.loss_weights is None
+    batch = neat_packed_vlm_collater([pack_to_dict(pack, None), pack_to_dict(other, None)])
+    assert batch["loss_weights"].tolist() == [pack.loss_weights.tolist(), [1.0] * 8]
+    assert batch["loss_weights"].dtype == torch.float32
+
+
+def test_a_batch_in_which_all_loss_weights_are_1_has_none() -> None:
+    packer = Packer(8)
+    pack = packer.join([packer.prepare(to_sample(sample(1, 2, 3, loss_weights=torch.ones(3)), None))])
+    assert "loss_weights" not in neat_packed_vlm_collater([pack_to_dict(pack, None)])
+    assert "loss_weights" not in packed_sequence_thd_vlm_collater([pack_to_dict(pack, None)])
 
 
 def test_loss_weights_follow_the_labels_when_a_sample_is_cut_shifted_and_packed() -> None:
@@ -245,7 +268,7 @@ def test_loss_weights_follow_the_labels_when_a_sample_is_cut_shifted_and_packed(
     assert pack.loss_weights is not None
     assert pack.labels is not None
     assert pack.labels.tolist() == [2, 3, 4, -100, 3, 4, -100, -100]
-    assert pack.loss_weights.tolist() == pytest.approx([0.2, 0.3, 0.4, 0, 0.3, 0.4, 0, 0])
+    assert pack.loss_weights.tolist() == pytest.approx([0.2, 0.3, 0.4, 1, 0.3, 0.4, 1, 1])
     batch = neat_packed_vlm_collater([pack_to_dict(pack, None)])
     assert batch["loss_weights"].tolist() == [pack.loss_weights.tolist()]
     assert "loss_weights" not in model_inputs(batch)

@@ -173,9 +173,15 @@ def test_what_a_hook_adds_per_token_is_padded_and_shifted():
 def test_loss_weights_are_padded_and_shifted_like_labels():
     samples = [sample(n, loss_weights=torch.arange(n) / 4) for n in (4, 2)]
     batch = pad_collate_fn(samples, processor("qwen2_vl"))
-    assert batch["loss_weights"].tolist() == [[0.25, 0.5, 0.75], [0.25, 0, 0]]
-    with raises_config("loss_weights"):
-        pad_collate_fn([*samples, sample(3)], processor("qwen2_vl"))
+    assert batch["loss_weights"].tolist() == [[0.25, 0.5, 0.75], [0.25, 1, 1]]
+
+
+def test_samples_without_loss_weights_have_weight_1_in_a_padded_batch():
+    weighted = sample(4, loss_weights=torch.arange(4) / 4)
+    batch = pad_collate_fn([weighted, sample(3)], processor("qwen2_vl"))
+    assert batch["loss_weights"].tolist() == [[0.25, 0.5, 0.75], [1, 1, 1]]
+    ones = sample(4, loss_weights=torch.ones(4))
+    assert "loss_weights" not in pad_collate_fn([ones, sample(3)], processor("qwen2_vl"))
 
 
 def test_types_may_come_with_a_batch_axis_of_one():

@@ -19,6 +19,7 @@ def columns(rows: int = _ROWS) -> CountColumns:
         "status": pa.array([OK] * rows),
         "detail": pa.array([""] * rows),
         "exact": pa.array([True] * rows),
+        "weight": pa.array(numbers * 0.5),
         "media": pa.array([[]] * rows, count_schema().field("media").type),
     }
     return CountColumns.of(pa.table([values[field.name] for field in count_schema()], count_schema()))
@@ -46,6 +47,7 @@ def test_any_other_choice_of_rows_is_given_in_its_own_order(positions: list[int]
     counts = columns(4)
     taken = counts.take(positions)
     assert taken.text.tolist() == positions
+    assert taken.weight.tolist() == [position / 2 for position in positions]
     assert len(taken.status) == len(taken.detail) == len(taken.ok) == len(positions)
     assert counts.text.tolist() == [0, 1, 2, 3]
 
@@ -53,4 +55,5 @@ def test_any_other_choice_of_rows_is_given_in_its_own_order(positions: list[int]
 def test_parts_are_joined_one_after_the_other() -> None:
     joined = CountColumns.concat([columns(2), columns(3), columns(0)])
     assert joined.text.tolist() == [0, 1, 0, 1, 2]
+    assert joined.weighted
     assert len(CountColumns.concat([])) == 0

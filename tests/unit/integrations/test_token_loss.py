@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from noise_floor import largest_difference, noise_floor, relative_difference
 from packhorse.integrations import loss as module
 from packhorse.integrations.loss import count_supervised, grouped, token_loss
-from packhorse.types import to_device
+from packhorse.types import Batch, BatchInfo, to_device
 from raising import raises_config
 
 
@@ -102,6 +102,89 @@ def test_the_sum_over_parts_is_the_loss_of_one_big_batch(parity: Any) -> None:
     tokens = int((labels != -100).sum())
     rows = [token_loss(logits[row : row + 1], labels[row : row + 1], tokens) for row in range(4)]
     check(parity, "loss", torch.stack(rows).sum() * tokens, logits, labels)
+
+
+def weighted_sum(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return (
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") * weights.flatten()
+    ).sum()
+
+
+def test_the_loss_and_gradient_of_weighted_tokens(monkeypatch: pytest.MonkeyPatch, parity: Any) -> None:
+    monkeypatch.setattr(module, "_ROWS", 7)
+    logits, labels = logits_and_labels(3, 31, 0.5, seed=7)
+    weights = torch.rand(3, 31, generator=torch.Generator().manual_seed(8)).mul(2)
+    weights[:, ::5] = 0
+    rows = list(zip(logits, labels, weights, strict=True))
+    expected, other, wrong = (
+        weighted_sum(logits, labels, weights),
+        torch.stack([weighted_sum(*(each[None] for each in row)) for row in rows[::-1]]).sum(),
+        weighted_sum(logits, labels, torch.ones_like(weights)),
+    )
+    gradients = [torch.autograd.grad(loss, logits)[0] for loss in (expected, other, wrong)]
+    found = token_loss(logits, labels, 0.25, weights=weights) * 0.25
+    (gradient,) = torch.autograd.grad(found, logits)
+    parity.check(
+        "loss",
+        largest_difference(found, expected),
+        noise_floor(expected, other),
+        largest_difference(wrong, expected),
+    )
+    floor = noise_floor(*gradients[:2], measure=relative_difference)
+    control = relative_difference(gradients[2], gradients[0])
+    parity.check("gradient", relative_difference(gradient, gradients[0]), floor, control)
+
+
+@pytest.mark.parametrize("tokens", [0.5, torch.tensor(0.5)], ids=["a number", "a tensor"])
+def test_a_sum_of_weights_below_1_divides_too(tokens: Any) -> None:
+    logits, labels = logits_and_labels(1, 4, 1.0, seed=9)
+    half = torch.full((1, 4), 0.125)
+    mean = token_loss(logits, labels, tokens, weights=half)
+    assert float(mean.detach()) == pytest.approx(float(token_loss(logits, labels, 4).detach()), rel=1e-6)
+
+
+def test_logits_of_tokens_with_weight_0_never_matter() -> None:
+    logits, labels = logits_and_labels(1, 4, 1.0, seed=10)
+    spoiled = logits.detach().clone()
+    spoiled[0, 1] = float("inf")
+    spoiled.requires_grad_()
+    found = token_loss(spoiled, labels, 3, weights=torch.tensor([[1.0, 0, 1, 1]]))
+    found.backward()
+    assert spoiled.grad is not None
+    assert bool(spoiled.grad.isfinite().all())
+    assert not bool(spoiled.grad[0, 1].any())
+    nothing = token_loss(logits, labels, 0.0, weights=torch.zeros(1, 4))
+    assert float(nothing.detach()) == 0.0
+
+
+def test_weights_save_nothing_of_the_size_of_the_logits() -> None:
+    logits, labels = logits_and_labels(2, 300, 1.0, seed=11)
+    sizes: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.untyped_storage().nbytes() if tensor.data_ptr() != logits.data_ptr() else 0)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        token_loss(logits, labels, 9.0, weights=torch.full((2, 300), 0.5))
+    assert sizes.count(0) == 1, "the logits, not a copy of them"
+    assert sum(sizes) < logits.numel()
+
+
+def test_weights_of_another_shape_are_rejected() -> None:
+    logits, labels = logits_and_labels(1, 9, 1.0, seed=6)
+    with raises_config("weights", (1, 8)):
+        token_loss(logits, labels, 8, weights=torch.ones(1, 8))
+
+
+def test_weights_of_batches_are_counted_instead_of_tokens() -> None:
+    labels, weights = torch.tensor([[1, -100, 2]]), torch.tensor([[0.5, 7, 2]])
+    plain = Batch({"labels": labels}, BatchInfo(0, 0))
+    weighted = Batch({"labels": labels}, BatchInfo(0, 0, loss_weights=weights))
+    collated = {"labels": labels, "loss_weights": weights}  # of a collate function
+    for batches, expected in (([plain], 2), ([weighted], 2.5), ([collated, plain], 4.5)):
+        found = count_supervised(batches)
+        assert (found, type(found)) == (expected, type(expected))
 
 
 def test_labels_of_another_length_are_rejected() -> None:
