@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = getLogger("packhorse.datasets")
 
-FORMAT = "packhorse-count-2"
+FORMAT = "packhorse-count-3"
 SUFFIX = ".phcount"
 CHECK = b"check"
 """Metadata key of the digest of the counts in the file of a single part."""
