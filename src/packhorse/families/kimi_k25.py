@@ -14,6 +14,7 @@ from packhorse.families.generic import ProbedFamily
 from packhorse.families.kimi_vl import padded_groups
 from packhorse.families.media_sizes import Pieces, frame_pieces, frame_times
 from packhorse.families.processor_call import call, has_parameter
+from packhorse.media import MediaSize
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ class KimiK25(Family):
         "video_grid_thw": TensorLayout(("video",), "rows"),
     }
     min_transformers: ClassVar[str] = "5.13"
+    size_settings: ClassVar[Mapping[MediaKind, tuple[str, ...]]] = {
+        "image": ("max_pixels",),
+        "video": ("max_pixels",),
+    }
 
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Never scaled up; scaled down to the budget of patches, then padded to whole groups."""
@@ -62,6 +67,13 @@ class KimiK25(Family):
         times = frame_times(size)[:: owner.temporal_patch_size]
         openings = (f"{_clock(seconds)}<|media_begin|>video<|media_content|>" for seconds in times)
         return frame_pieces(openings, (encoder.processor.video_token, tokens), "<|media_end|>")
+
+    def configure(
+        self, encoder: Encoder, kind: MediaKind, size: Any, settings: Mapping[str, int]
+    ) -> tuple[MediaSize, dict[str, Any]]:
+        """The budget is one of patches, for an image or a frame, before it is padded to whole groups."""
+        patches = settings["max_pixels"] // encoder.vision(kind).patch_size ** 2
+        return size, {"max_patches": max(1, patches)}
 
     def item_rows(self, encoder: Encoder, key: str, kind: MediaKind, size: Any) -> int:
         """A video's chunks."""

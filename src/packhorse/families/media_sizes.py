@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +28,30 @@ from packhorse.media.loading import preloaded_metadata
 from packhorse.media.video import frame_positions
 from packhorse.types import MediaKind, MediaRef
 
-Sizes = Sequence[tuple[MediaKind, MediaSize]]
+CallOptions = tuple[tuple[str, Any], ...]
+"""Options of an image or video processor's call, hashable: mappings in them are pairs too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredSize:
+    """The size of a media item with settings of its own.
+
+    Attributes:
+        original: its size in the file, after sampling frames.
+        size: what the processor gets: the original size, or that to which the item is resized before.
+        options: of the processor's call for this item.
+        settings: what the options were made from; see :func:`~packhorse.media.settings.size_settings`.
+    """
+
+    original: MediaSize
+    size: MediaSize
+    options: CallOptions
+    settings: tuple[tuple[str, int], ...]
+
+
+AnySize = MediaSize | ConfiguredSize
+
+Sizes = Sequence[tuple[MediaKind, AnySize]]
 """Kind and size of each media item of a sample, in the order of the conversation."""
 
 Pieces = Sequence[tuple[str, int]]
@@ -80,6 +103,20 @@ def _video_size(ref: MediaRef, sampling: VideoSampling) -> VideoInfo:
     positions = frame_positions(video, settings, requested, name, DEFAULT_MAX_BYTES)
     size: VideoInfo = replace(video, total_frames=len(positions), indices=tuple(positions.tolist()))
     return size
+
+
+def plain_size(size: AnySize) -> MediaSize:
+    """Return the size of what the processor gets."""
+    return size.size if isinstance(size, ConfiguredSize) else size
+
+
+def call_arguments(options: CallOptions) -> dict[str, Any]:
+    """Return options as keyword arguments.
+
+    >>> call_arguments((("size", (("shortest_edge", 784),)), ("do_resize", True)))
+    {'size': {'shortest_edge': 784}, 'do_resize': True}
+    """
+    return {name: dict(value) if isinstance(value, tuple) else value for name, value in options}
 
 
 def check_equal_frames(sizes: Sizes) -> None:

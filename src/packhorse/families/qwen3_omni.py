@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from packhorse.families.encoder import Encoder, LoadedMedia
 from packhorse.families.qwen_vl import VISION, Qwen2VL, video_tokens
-from packhorse.media import VideoFrames
+from packhorse.media import VideoFrames, VideoInfo
 from packhorse.types import MediaKind, MediaLayout, MediaRef, TensorLayout
 
 # The processor's call uses these whatever its video processor says.
@@ -40,18 +41,23 @@ class Qwen3Omni(Qwen2VL):
         if kind == "image":
             return super().media_tokens(encoder, kind, size)
         if kind == "video":
-            return video_tokens(processor.video_processor, size, _VIDEO_PIXELS)
+            budget = None if encoder.has_item_options else _VIDEO_PIXELS
+            return video_tokens(processor.video_processor, size, budget)
         chunks, rest = divmod(size // processor.feature_extractor.hop_length, _CHUNK_FRAMES)
         for _ in range(3):
             rest = -(-rest // 2)
         return int(chunks * _CHUNK_TOKENS + rest)
+
+    def frame_budget(self, encoder: Encoder, info: VideoInfo) -> tuple[float, float]:
+        """That of the processor's call."""
+        return _VIDEO_PIXELS
 
     def load(self, encoder: Encoder, refs: Iterable[MediaRef]) -> LoadedMedia:
         """Decode the media; audio ends at a whole hop."""
         media = super().load(encoder, refs)
         hop = encoder.processor.feature_extractor.hop_length
         audios = [(array[: len(array) // hop * hop], rate) for array, rate in media.audios]
-        return LoadedMedia(media.images, media.videos, audios)
+        return replace(media, audios=audios)
 
     def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
         """The processor's output, with each video's own time per temporal patch.

@@ -20,6 +20,7 @@ from packhorse.formats.conversation import check_text, parse_conversation
 from packhorse.formats.row_format import Layout, RowFormat, layout_of
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.media import resolve
+from packhorse.media.settings import with_dataset_settings
 from packhorse.types import MEDIA_KINDS, Action, Drop, MediaKind, Reason, is_weight
 
 PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
@@ -394,6 +395,12 @@ class _Conversion:
     def _media_part(
         self, kind: MediaKind, entry: object, options: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
+        """Return the part of a media item, with its options and those of the dataset."""
+        part = self._own_part(kind, entry, options)
+        settings = self.rules.media_settings
+        return with_dataset_settings(kind, part, settings) if settings else part
+
+    def _own_part(self, kind: MediaKind, entry: object, options: Mapping[str, Any] | None) -> dict[str, Any]:
         if not isinstance(entry, Mapping):
             return {**(options or {}), "type": kind, kind: self._resolve(entry)}
         # Other fields of an entry are passed on, but do not replace the part's own.

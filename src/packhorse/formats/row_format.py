@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from packhorse.errors import BadSample, ConfigError, list_some, suggest
+from packhorse.media.settings import check_dataset_settings
 from packhorse.types import Reasoning, is_weight
 
 FormatName = Literal["auto", "messages", "prompt_response"]
@@ -138,6 +139,8 @@ class RowFormat:
         chat_template_kwargs: options for the chat template, such as ``enable_thinking``.
         weight: factor for the loss of every row.
         allow_http: fetch media at ``http:`` and ``https:`` addresses in rows.
+        media_settings: size and frames of media without settings of their own, by the names in
+            :data:`~packhorse.media.settings.DATASET_SETTINGS`.
     """
 
     format: FormatName = "auto"
@@ -153,6 +156,7 @@ class RowFormat:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     weight: float = 1.0
     allow_http: bool = False
+    media_settings: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.confine and self.media_dir is None:
@@ -165,6 +169,7 @@ class RowFormat:
                 raise ConfigError.of(name, value, expected)
         if not is_weight(self.weight):
             raise ConfigError.of("weight", self.weight, "expected a number of 0 or more")
+        check_dataset_settings(self.media_settings)
 
     @classmethod
     def of(
@@ -198,6 +203,7 @@ class RowFormat:
         """Return the settings that differ from the defaults, as an entry of a meta file has them."""
         plain, default = asdict(self), asdict(RowFormat())
         changed = {name: value for name, value in plain.items() if value != default[name]}
+        changed |= changed.pop("media_settings", {})
         return {
             name: _without_none(value) if name in ("columns", "tags") else value
             for name, value in changed.items()

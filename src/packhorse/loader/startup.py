@@ -154,6 +154,7 @@ def open_data(
     dataset = run("open the data", partial(open_dataset, config, selection, shard))
     if isinstance(dataset, MetaDataset | ConvertedRows) and dataset.ledger is selection:
         dataset.ledger = ledger  # remarks on a row are entries of the rank that delivers it
+    run("check the settings of the datasets", partial(_check_dataset_settings, dataset, encoder))
     return OpenedData(dataset, encoder, model, ledger)
 
 
@@ -418,6 +419,17 @@ def _check_is_file(path: str) -> None:
         return
     message = f"data {path} is {kind}. Expected {_EXPECTED}. {advice} {file}"
     raise ConfigError(message, setting="data", path=path)
+
+
+def _check_dataset_settings(dataset: Rows, encoder: Encoder) -> None:
+    """Raise if a dataset has settings for its media that the processor's family does not take."""
+    if isinstance(dataset, Shard):
+        dataset = dataset.data
+    if isinstance(dataset, MetaDataset):
+        for source in dataset.sources:
+            encoder.check_dataset_settings(source.config.name, source.config.rules.media_settings)
+    elif isinstance(dataset, ConvertedRows):
+        encoder.check_dataset_settings("", dataset.rules.media_settings)
 
 
 class Shard(Sequence[Any]):
