@@ -112,8 +112,8 @@ def test_a_hugging_face_dataset_is_data_too():
     ("data", "words"),
     [
         ([], "no example"),
-        ([{"text": "hello"}], "found: text"),
-        (["hello"], "found: str"),
+        ([{"text": "hello"}], "the row has: text"),
+        (["hello"], "row 0 of data is a str"),
         (7, "data is a int"),
         (iter([]), "expected a data file"),
     ],
@@ -193,9 +193,10 @@ def test_a_start_does_not_read_the_data_to_name_a_row_at_their_end(tmp_path, mon
         return data
 
     monkeypatch.setattr(os, "pread", count_reads)
-    (drop,) = load(tmp_path / "meta.json").ledger
+    unused, drop = load(tmp_path / "meta.json").ledger
     assert sum(read) < 5_000_000, "of 10 million bytes"
     assert re.search(place, drop.detail)
+    assert (unused.reason, unused.detail) == ("unused_field", "not used: note")
 
 
 def test_samples_longer_than_a_pack_can_be_an_error_that_says_what_to_do():
