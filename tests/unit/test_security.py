@@ -19,7 +19,7 @@ from packhorse import LoaderConfig, World, load
 from packhorse.count.counting import count_meta
 from packhorse.count.sidecar import Sidecar
 from packhorse.datasets import open_meta_dataset
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import ConfigError
 from packhorse.families.models import open_processor
 from packhorse.ledger import Ledger
 from packhorse.media import image_size, load_image
@@ -28,6 +28,7 @@ from packhorse.tools.view.plan_report import plan_report
 from packhorse.tools.view.plan_viewer import PlanViewer
 from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 from packhorse.tools.view.server import make_app
+from raising import raises_bad_sample, raises_config
 from view_samples import ask
 from warm_python import run_warm
 
@@ -85,9 +86,8 @@ def test_a_confined_dataset_opens_nothing_outside_its_folder(tmp_path: Path, qwe
     ledger = Ledger()
     dataset = open_meta_dataset(tmp_path / "meta.json", ledger=ledger)
     for number in range(len(rows) - 1):
-        with pytest.raises(BadSample) as caught:
+        with raises_bad_sample("outside_media_dir"):
             dataset[number]
-        assert caught.value.reason == "outside_media_dir"
     assert dataset[len(rows) - 1]["conversation"][0]["content"][0]["image"] == str(media / "good.png")
 
 
@@ -155,7 +155,7 @@ def test_no_source_file_sets_trust_remote_code() -> None:
 
 def test_settings_from_yaml_construct_no_objects(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(f"data: !!python/object/apply:os.mkdir [{tmp_path / 'ran'}]\n")
-    with pytest.raises(ConfigError, match="not YAML"):
+    with raises_config(path=tmp_path / "a.yaml", match="not YAML"):
         LoaderConfig.from_yaml(tmp_path / "a.yaml")
     assert not (tmp_path / "ran").exists()
 
@@ -228,9 +228,8 @@ def test_postscript_under_the_name_of_a_png_is_broken_media_and_starts_no_progra
 
 def test_an_image_that_the_caller_opened_starts_no_program_either(ghostscript: Path) -> None:
     for read in (load_image, image_size):
-        with pytest.raises(BadSample, match="in the format EPS") as caught:
+        with raises_bad_sample("broken_media", match="in the format EPS"):
             read(Image.open(io.BytesIO(EPS)))
-        assert caught.value.reason == "broken_media"
     assert not ghostscript.exists()
 
 
@@ -262,9 +261,8 @@ def test_an_image_that_would_exhaust_memory_is_in_the_ledger(tmp_path: Path, qwe
     (tmp_path / "bomb.png").write_bytes(bomb(100_000, 100_000))
     Image.new("RGB", (60, 40)).save(tmp_path / "good.png")
     for read in (load_image, image_size):
-        with pytest.raises(BadSample) as caught:
+        with raises_bad_sample("media_too_large"):
             read(str(tmp_path / "bomb.png"))
-        assert caught.value.reason == "media_too_large"
     write_rows(tmp_path / "a.jsonl", [with_image("bomb.png"), *[with_image("good.png")] * 3])
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": "."}})
     loader = load(str(meta), qwen, model="unchecked", world=World(), pack_size=512, max_bad_share=None)
@@ -275,9 +273,8 @@ def test_an_image_that_would_exhaust_memory_is_in_the_ledger(tmp_path: Path, qwe
 
 def test_xml_is_no_image() -> None:
     svg = b'<?xml version="1.0"?><!DOCTYPE s [<!ENTITY x SYSTEM "file:///etc/passwd">]><svg>&x;</svg>'
-    with pytest.raises(BadSample) as caught:
+    with raises_bad_sample("broken_media"):
         load_image(svg)
-    assert caught.value.reason == "broken_media"
 
 
 # --- the network -----------------------------------------------------------------------------------------

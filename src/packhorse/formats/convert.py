@@ -250,11 +250,12 @@ class _Conversion:
         if isinstance(content, str) and len(content) > _LONG_TEXT:
             check_text(len(content), self.key)  # before it is searched for placeholders
         role = self.roles.get(name) if isinstance(name, str) else None
-        extras = {
-            field: value
-            for field, value in turn.items()
-            if field not in (role_tag, content_tag) and value is not None
-        }
+        extras = {}
+        if len(turn) > 2 or content_tag not in turn:
+            tags = (role_tag, content_tag)
+            extras = {
+                field: value for field, value in turn.items() if field not in tags and value is not None
+            }
         if role is None:
             known = ", ".join(dict.fromkeys(self.roles))
             found = f"turn {number} has role {name!r}, expected {known} (tags= names the roles of a dataset)"
@@ -514,13 +515,14 @@ def _is_on_the_web(source: object) -> bool:
 
 def _has_bare_parts(turns: list[Any]) -> bool:
     """Return whether a typed part of a turn has no source: it then stands for the row's next media item."""
-    contents = (turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, Mapping))
-    return any(
-        part.get("type") in MEDIA_KINDS and set(_without_nothing(part)) == {"type"}
+    contents = [turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, Mapping)]
+    parts = [
+        part
         for content in contents
-        if _is_parts(content)
+        if not isinstance(content, str) and _is_parts(content)
         for part in content
-    )
+    ]
+    return any(part.get("type") in MEDIA_KINDS and set(_without_nothing(part)) == {"type"} for part in parts)
 
 
 def _is_parts(content: object) -> bool:

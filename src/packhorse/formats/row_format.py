@@ -91,7 +91,8 @@ class Tags:
     observation_tag: str | None = None
     function_tag: str | None = None
 
-    def roles(self) -> dict[str, str]:
+    @lru_cache(maxsize=64)  # noqa: B019 (of values without state)
+    def roles(self) -> Mapping[str, str]:
         """Return what each role of a dataset is: a declared name replaces the usual ones of its role."""
         declared = {
             "user": self.user_tag,
@@ -105,12 +106,13 @@ class Tags:
 
     def of_turn(self, turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
         """Return the names of the role and the content of a turn; None for one that it lacks."""
-        roles = ("role", "from") if self.role_tag is None else (self.role_tag,)
-        contents = ("content", "value") if self.content_tag is None else (self.content_tag,)
-        return (
-            next((name for name in roles if name in turn), None),
-            next((name for name in contents if name in turn), None),
-        )
+        role: str | None = self.role_tag or "role"
+        content: str | None = self.content_tag or "content"
+        if role not in turn:
+            role = "from" if self.role_tag is None and "from" in turn else None
+        if content not in turn:
+            content = "value" if self.content_tag is None and "value" in turn else None
+        return role, content
 
 
 _REFERENCE_COLUMNS = Columns("messages", "images", "videos", "audios")

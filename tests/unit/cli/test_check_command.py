@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from count_samples import python_path, save_processor, write_chats, write_meta, write_rows
+from demo_data import write_demo_data
 from packhorse.cli.app import app
-from packhorse.cli.demo.data import write_demo_data
 from packhorse.ledger import Ledger
 from unit.check.planted import MAX_LENGTH, write_clean, write_planted
 from warm_python import run_warm
