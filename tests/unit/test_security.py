@@ -78,7 +78,7 @@ def test_a_confined_dataset_opens_nothing_outside_its_folder(tmp_path: Path, qwe
     rows.append({"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "ok"}]})
     rows.append(with_image("good.png"))
     write_rows(tmp_path / "a.jsonl", rows)
-    entry = {"file_name": "a.jsonl", "media_dir": "media", "confine": True}
+    entry = {"file_name": "a.jsonl", "media_dir": "media", "confine": True, "allow_http": True}
     report = count_meta(write_meta(tmp_path, {"a": entry}), qwen)
     assert report.datasets[0].bad == {"outside_media_dir": len(rows) - 1}
     status = Sidecar(report.datasets[0].sidecar).columns().status.tolist()
@@ -297,12 +297,19 @@ print(json.dumps({"steps": steps, "requests": requests, "bad": loader.ledger.cou
 """
 
 
-@pytest.mark.parametrize("address", [False, True])
-def test_nothing_is_fetched_that_no_row_names(address: bool, tmp_path: Path) -> None:
+WEB = "http://127.0.0.1:9/x.png"
+
+
+@pytest.mark.parametrize(
+    ("address", "allowed"),
+    [("", False), (WEB, True), (WEB, False), (f"simplecache::{WEB}", False)],
+    ids=["no address", "allowed", "not allowed", "in a chain"],
+)
+def test_nothing_is_fetched_that_no_row_names(address: str, allowed: bool, tmp_path: Path) -> None:
     Image.new("RGB", (60, 40)).save(tmp_path / "good.png")
-    rows = [with_image("good.png")] * 3 + ([with_image("http://127.0.0.1:9/x.png")] if address else [])
+    rows = [with_image("good.png")] * 3 + ([with_image(address)] if address else [])
     write_rows(tmp_path / "a.jsonl", rows)
-    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": "."}})
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": ".", "allow_http": allowed}})
     (tmp_path / "watched.py").write_text(WATCHED)
     environment = {"PYTHONPATH": python_path(tmp_path), "PACKHORSE_CACHE": str(tmp_path / "cache")}
     if address:
@@ -313,5 +320,6 @@ def test_nothing_is_fetched_that_no_row_names(address: bool, tmp_path: Path) -> 
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout.splitlines()[-1])
     assert report["steps"] > 0
-    assert bool(report["requests"]) is address  # addresses of rows are requested, so the hook works
-    assert report["bad"] == ({"unreachable_media": 1} if address else {})
+    assert bool(report["requests"]) is allowed  # addresses of rows are requested, so the hook works
+    reason = "unreachable_media" if allowed else "not_allowed"
+    assert report["bad"] == ({reason: 1} if address else {})

@@ -78,6 +78,7 @@ def open_examples(data: Rows, rules: RowFormat | None, ledger: Ledger) -> Rows:
                 f"row {key} of data is a {type(row).__name__}, expected a dict such as "
                 '{"messages": [{"role": "user", "content": "…"}, …]}: see docs/reference/data.md',
                 setting="data",
+                value=type(row).__name__,
             )
     rows = {key: row for key, row in first.items() if isinstance(row, Mapping)}
     if rules is None and all(map(_is_example, rows.values())):

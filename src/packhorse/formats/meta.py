@@ -617,7 +617,8 @@ def check_rows_format(rows: Mapping[str, Mapping[str, Any]], rules: RowFormat) -
         if any(turn["role"] == "assistant" for turn in example["conversation"]):
             return
     if unknown and len(unknown) == len(rows):
-        raise ConfigError(unknown[0].detail, setting="columns") from unknown[0]
+        names = sorted(map(str, next(iter(rows.values()))))
+        raise ConfigError(unknown[0].detail, setting="columns", value=names) from unknown[0]
     roles = [drop for drop in findings if drop.reason == "unknown_role"]
     if len(rows) > 1 and len({drop.key for drop in roles}) == len(rows):
         raise ConfigError(

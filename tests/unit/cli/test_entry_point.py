@@ -275,20 +275,24 @@ def test_a_command_leaves_warnings_loggers_and_environment_as_they_were(tmp_path
     assert (dict(os.environ), logging.getLogger("transformers").level, list(warnings.filters)) == before
 
 
-def test_llama_factorys_dataset_info_is_named_with_the_way_out(tmp_path: Path) -> None:
-    write_rows(tmp_path / "charts.json", [{"conversations": []}])
-    entries = {
-        "formatting": {"file_name": "charts.json", "formatting": "sharegpt"},
-        "hub": {"hf_hub_url": "someone/data", "ms_hub_url": "someone/data"},
-        "columns": {"file_name": "charts.json", "columns": {"prompt": "instruction"}},
-    }
-    for name, entry in entries.items():
-        (tmp_path / "dataset_info.json").write_text(json.dumps({name: entry}))
-        line = error_line(["check", tmp_path / "dataset_info.json"])
-        assert f"dataset_info.json: dataset '{name}'" in line
-        assert "A dataset_info.json of LLaMA-Factory is not read as it is: write a meta file from it" in line
-    (tmp_path / "meta.json").write_text(json.dumps({"a": {"file_name": "charts.json", "colums": {}}}))
-    assert "LLaMA-Factory" not in error_line(["check", tmp_path / "meta.json"])
+@pytest.mark.parametrize("command", ["stats", "count", "plan", "check"])
+def test_llama_factorys_dataset_info_is_read_as_it_is(command: str, tmp_path: Path, saved: str) -> None:
+    rows = [{"instruction": f"Count to {n}.", "input": "", "output": "1, " * n} for n in range(1, 4)]
+    (tmp_path / "stories.json").write_text(json.dumps(rows))
+    entries = {"stories": {"file_name": "stories.json"}, "elsewhere": {"hf_hub_url": "someone/data"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(entries))
+    arguments = [tmp_path / "dataset_info.json", "--dataset", "stories", *options(command, saved)]
+    result = CliRunner().invoke(app, [command, *map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    (dataset,) = report["datasets"]
+    assert (dataset["name"], dataset["rows"]) == ("stories", 3)
+
+
+def test_a_wrong_entry_of_a_dataset_info_is_one_line_with_dataset_and_key(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"a": {"file_name": "a.json", "formating": ""}}))
+    line = error_line(["check", tmp_path / "dataset_info.json"])
+    assert "dataset_info.json: dataset 'a': unknown formating (did you mean 'formatting'?)" in line
 
 
 def test_a_mistyped_dataset_gets_a_suggestion(tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def test_a_hugging_face_dataset_is_data_too():
     ("data", "setting", "found"),
     [
         ([], "data", None),
-        ([{"text": "hello"}], "conversation", "text"),
-        (["hello"], "conversation", "str"),
+        ([{"text": "hello"}], "columns", ["text"]),
+        (["hello"], "data", "str"),
         (7, "data", "int"),
         (iter([]), "data", "list_iterator"),
     ],
@@ -194,9 +194,10 @@ def test_a_start_does_not_read_the_data_to_name_a_row_at_their_end(tmp_path, mon
         return data
 
     monkeypatch.setattr(os, "pread", count_reads)
-    (drop,) = load(tmp_path / "meta.json").ledger
+    unused, drop = load(tmp_path / "meta.json").ledger
     assert sum(read) < 5_000_000, "of 10 million bytes"
     assert re.search(place, drop.detail)
+    assert (unused.reason, unused.detail) == ("unused_field", "not used: note")
 
 
 def test_samples_longer_than_a_pack_can_be_an_error_that_says_what_to_do():

@@ -159,8 +159,8 @@ WRONG: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
         lambda folder: folder / "meta.json",
         ("meta.json: no such file or directory", "a meta file"),
     ),
-    "no data": ("data", lambda folder: None, ("data is a NoneType", 'data="meta.json"')),
-    "a generator": ("data", lambda folder: iter(texts(2)), ("with len() and [index]", 'data="meta.json"')),
+    "no data": ("data", lambda folder: None, ("data is a NoneType", 'data="train.jsonl"')),
+    "a generator": ("data", lambda folder: iter(texts(2)), ("with len() and [index]", 'data="train.jsonl"')),
 }
 
 
