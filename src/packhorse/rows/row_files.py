@@ -426,6 +426,7 @@ def _decompress(path: str) -> Iterator[bytes]:
 
 # Garbage collection.
 
+_MANY_OBJECTS = 10_000  # a collection of 10,000 objects takes a millisecond
 _gc_lock = threading.Lock()
 _gc_holders = 0
 
@@ -433,9 +434,10 @@ _gc_holders = 0
 def _move_to_oldest_generation() -> None:
     """Spare the next collection a walk over millions of new objects; a full collection still sees them.
 
-    Does nothing if the caller has frozen objects: they would be unfrozen.
+    Does nothing if the caller has frozen objects: they would be unfrozen. Counting these walks over all of
+    them, 30 ms for the objects of torch and transformers, so it is only done after many new objects.
     """
-    if hasattr(gc, "freeze") and gc.get_freeze_count() == 0:
+    if hasattr(gc, "freeze") and gc.get_count()[0] >= _MANY_OBJECTS and gc.get_freeze_count() == 0:
         gc.freeze()
         gc.unfreeze()
 
