@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +17,6 @@ os.environ["HF_HOME"] = os.path.join(_CACHE, "huggingface")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run in parallel, and their tensors are small
 os.environ.pop("CI", None)  # no bars where it is set: the tests see the same wherever they run
-# Bytecode is written even where the environment (many container images) forbids it. Otherwise each process of
-# the tests and each program that it starts would compile the tests and the package again.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So it is where a shell has put the tests in the background; what they interrupt would inherit it.
