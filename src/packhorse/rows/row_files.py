@@ -461,8 +461,8 @@ def gc_paused() -> Iterator[None]:
                 _gc_holders -= 1
                 if not _gc_holders:
                     # Move the new objects to the oldest generation: spares the next collection a walk over
-                    # millions of them. Not if the caller has frozen objects, which would be unfrozen: counting
-                    # them takes 30 ms with torch loaded, so only after many new ones.
+                    # millions of them. Not if the caller has frozen objects, which would be unfrozen; as
+                    # counting those takes 30 ms with torch loaded, only after many new ones.
                     if gc.get_count()[0] >= _MANY_OBJECTS and gc.get_freeze_count() == 0:
                         gc.freeze()
                         gc.unfreeze()
