@@ -4,6 +4,10 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
+# Many container images set it; each test process, and each program that a test starts, would then compile the
+# tests and the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: bench bench-quick demo docs test lint types unit test-system test-slow system clean
 
 demo: $(READY)

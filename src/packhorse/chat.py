@@ -342,17 +342,25 @@ def pad_token_id(processor: Processor) -> int:
     tokenizer = tokenizer_of(processor)
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None:
-        raise ConfigError(
-            f"{type(tokenizer).__name__} has no pad token, so short rows cannot be padded: set "
-            "tokenizer.pad_token (to tokenizer.eos_token, say)",
-            setting="tokenizer.pad_token",
-        )
+        remedy = "set tokenizer.pad_token (to tokenizer.eos_token, say), with which short rows are padded"
+        what = f"{type(tokenizer).__name__} has no pad token: {remedy}"
+        raise ConfigError(what, setting="tokenizer.pad_token")
     return int(pad)
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int | None:
+    """Return the id of a token; None if the tokenizer has no such token."""
+    convert = getattr(tokenizer, "convert_tokens_to_ids", None)
+    if convert is None:
+        return None
+    number = convert(token)
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    return None if not isinstance(number, int) or number == unknown else number
 
 
 def token_ids(encoded: Any) -> list[int]:
     """Return the ids in what a tokenizer returned for one text."""
-    ids = encoded["input_ids"] if isinstance(encoded, Mapping) or hasattr(encoded, "keys") else encoded
+    ids = encoded["input_ids"] if hasattr(encoded, "keys") else encoded
     return list(ids[0]) if len(ids) and isinstance(ids[0], list | tuple) else list(ids)
 
 
@@ -529,8 +537,7 @@ def shift_tokens(batch: Mapping[str, Any], media: Container[str] = ()) -> dict[s
     for key in token_keys(batch, media):
         shape = tuple(batch[key].shape)
         if shape[-1] != length or len(shape) > (3 if key == "position_ids" else 2):
-            what = f"'{key}' is {shape}, expected one entry for each of {length} labels"
-            raise ConfigError(what, setting=key, value=shape)
+            raise ConfigError.of(key, shape, f"expected one entry for each of {length} labels")
         shifted[key] = batch[key][..., 1:] if key in ("labels", "loss_weights") else batch[key][..., :-1]
     return shifted
 
@@ -779,14 +786,19 @@ def _extend_to_stop(text: str, span: Span, stop: str) -> Span:
 
 
 def label_tokens(
-    chat: ChatProcessor, text: str, spans: Sequence[Span], ids: Sequence[int], media_ids: frozenset[int]
+    chat: ChatProcessor,
+    text: str,
+    spans: Sequence[Span],
+    ids: Sequence[int],
+    media_ids: frozenset[int],
+    read: TokenizedText | None = None,
 ) -> list[int]:
     """Labels for ``ids``: the id itself inside the spans, :data:`IGNORE_INDEX` elsewhere.
 
     Arguments and errors are those of :func:`supervised_tokens`.
     """
     labels = [IGNORE_INDEX] * len(ids)
-    for start, end in supervised_tokens(chat, text, spans, ids, media_ids):
+    for start, end in supervised_tokens(chat, text, spans, ids, media_ids, read):
         labels[start:end] = ids[start:end]
     return labels
 

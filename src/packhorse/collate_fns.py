@@ -38,12 +38,12 @@ from packhorse.collate.raw_media import (
     _drop_overlong_samples,
     _ensure_rgb,
     _estimate_media_tokens,
-    _extract_image_config,
     _extract_media_from_conversations,
 )
 from packhorse.collate.raw_qwen_omni import qwen3_omni_collate_fn
 from packhorse.collate.thd import packed_collater, packed_sequence_thd_vlm_collater
 from packhorse.encode.robust import make_robust_collate
+from packhorse.formats.estimate import image_config as _extract_image_config
 
 __all__ = [
     "COLLATE_FNS",

@@ -260,7 +260,7 @@ def agree_on_token(group: dist.ProcessGroup) -> str:
 Result = TypeVar("Result")
 
 _NAMED_FAILURES = 3
-_PLAIN = (str, int, float, bool, type(None))  # can be unpickled on every rank
+_PLAIN = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,15 +279,19 @@ class _Failure:
     def of(cls, error: Exception, task: str) -> _Failure:
         text = f"{type(error).__name__}: {error}"
         kind = next(kind for kind in type(error).__mro__ if _can_be_rebuilt(kind))
-        fields = {name: value for name, value in vars(error).items() if isinstance(value, _PLAIN)}
+        fields = {name: value for name, value in vars(error).items() if _is_plain(value)}
         return cls(task, text, kind, fields)
 
     def as_error(self, message: str) -> Exception:
         """Return an error of the same class, with the same fields and this message."""
         error = self.kind(message)
-        for name, value in self.fields.items():
-            setattr(error, name, value)
+        error.__dict__.update(self.fields)
         return error
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether every rank can unpickle a value: a text, a number, or several of them."""
+    return all(isinstance(part, _PLAIN) for part in (value if type(value) in (list, tuple) else (value,)))
 
 
 def _can_be_rebuilt(kind: type) -> bool:
@@ -318,10 +322,9 @@ class Collectives:
 
     def __init__(self, world: World, group: dist.ProcessGroup | None = None) -> None:
         self.world, self.group = world, group
-        if group is not None and dist.get_world_size(group) != world.size:
-            raise ConfigError(
-                f"a process group of {dist.get_world_size(group)} ranks for {world}: expected {world.size}"
-            )
+        if group is not None and (size := dist.get_world_size(group)) != world.size:
+            message = f"a process group of {size} ranks for {world}: expected {world.size}"
+            raise ConfigError(message, setting="group", value=size)
         several = world.size > 1 and has_process_group()
         self.is_distributed = several and dist.get_world_size(group) == world.size
         self.reaches_all_ranks = self.is_distributed or world.size == 1
@@ -383,19 +386,16 @@ class Collectives:
         if not self.is_distributed:
             return do()
         with contextlib.nullcontext() if self.rendezvous is None else self.rendezvous.busy(task):
-            return self._run(task, do)
-
-    def _run(self, task: str, do: Callable[[], Result]) -> Result:
-        try:
-            result = do()
-        except Exception as error:
-            if error is not self._reported:
-                self._reported = error
-                with contextlib.suppress(SystemFault):  # the error of this rank is more specific
-                    self._exchange(None, _Failure.of(error, task))
-            raise
-        self._exchange(None, None)
-        return result
+            try:
+                result = do()
+            except Exception as error:
+                if error is not self._reported:
+                    self._reported = error
+                    with contextlib.suppress(SystemFault):  # the error of this rank is more specific
+                        self._exchange(None, _Failure.of(error, task))
+                raise
+            self._exchange(None, None)
+            return result
 
     def _exchange(self, value: Any, failure: _Failure | None) -> list[Any]:
         """Exchange values; raise if another rank has failed and this one has not.
@@ -411,7 +411,9 @@ class Collectives:
         if sorted(order) != list(range(self.world.size)):
             raise ConfigError(
                 f"the processes of the group have world ranks {order}: expected each of 0 to "
-                f"{self.world.size - 1} once. Pass the process group whose ranks share the data as group="
+                f"{self.world.size - 1} once. Pass the process group whose ranks share the data as group=",
+                setting="group",
+                value=order,
             )
         self._source = order.index(0)
         entries.sort(key=lambda entry: entry[0])

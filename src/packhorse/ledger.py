@@ -190,11 +190,7 @@ class Ledger:
         return self
 
     def flush(self) -> None:
-        """Write the buffered entries that are not in the file yet; from now on write at once.
-
-        Raises:
-            SystemFault: the file cannot be written.
-        """
+        """Write the buffered entries that are not in the file yet; from now on write at once."""
         if not self.is_buffering:
             return
         saved = self._read_file()
@@ -308,7 +304,7 @@ class Ledger:
         lost: set[tuple[str, int | None]] = set()
         if gone is False:
             self._collect()
-            lost = {(drop.key, drop.epoch) for drop in list(self._drops) if drop.action in GONE}
+            lost = {(drop.key, drop.epoch) for drop in list(self._drops) if drop.key and drop.action in GONE}
         for (reason, action), count in self._samples(by_reason=True, without=lost).items():
             if gone is None or (action in GONE) == gone:
                 counter[reason] += count
@@ -351,7 +347,7 @@ class Ledger:
         with open(path, "rb") as file:
             truncated = [number for number, line in enumerate(file, 1) if not ledger._add_line(line)]
         if truncated and not len(ledger):
-            raise ConfigError(f"{path}:{truncated[0]}: not a ledger entry")
+            raise ConfigError(f"{path}:{truncated[0]}: not a ledger entry", path=path)
         if truncated:
             logger.warning("%s: skipped truncated line(s) %s", path, ", ".join(map(str, truncated)))
         return ledger
@@ -364,14 +360,11 @@ class Ledger:
         seen: set[tuple[str, str, str, int | None]] = set()
         counter: Counter[tuple[str, str]] = Counter()
         for drop, times in list(self._drops.items()):
-            group = (drop.reason if by_reason else "", drop.action)
-            if drop.key and (drop.key, drop.epoch) in without:
-                continue
-            if not drop.key:
-                counter[group] += times
-            elif (sample := (*group, drop.key, drop.epoch)) not in seen:
-                seen.add(sample)
-                counter[group] += 1
+            sample = (drop.reason if by_reason else "", drop.action, drop.key, drop.epoch)
+            if sample not in seen and sample[2:] not in without:
+                counter[sample[:2]] += times
+                if drop.key:  # entries without a key count each
+                    seen.add(sample)
         for many in list(self._many.values()):
             counter[many.reason if by_reason else "", many.action] += len(many)
         return counter
@@ -499,7 +492,8 @@ def read_ledgers(path: str | os.PathLike[str]) -> tuple[Ledger, list[Path]]:
         return Ledger.load(folder), [folder]
     files = [file for file in sorted(folder.glob("*.jsonl")) if file.is_file() and _is_ledger(file)]
     if not files:
-        raise ConfigError(f"{path}: no ledger in this folder (files *.jsonl as Ledger.save writes them)")
+        message = f"{path}: no ledger in this folder (files *.jsonl as Ledger.save writes them)"
+        raise ConfigError(message, path=path)
     merged = Ledger()
     for file in files:
         merged.merge(Ledger.load(file))

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from contract.cases import conversation
 from contract.processors import build, processor
 from contract.tiny_models import tiny_model
+from demo_data import write_demo_data
 from packhorse.cli.app import app
-from packhorse.cli.demo.data import write_demo_data
 from packhorse.collate_fns import neat_packed_vlm_collater
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError

@@ -57,7 +57,7 @@ def answer(text: str, **options: Any) -> Turn:
     return Turn("assistant", (text,), **options)
 
 
-TALKS: dict[str, tuple[Turn, ...]] = {
+STORIES: dict[str, tuple[Turn, ...]] = {
     "text": (user("Who?"), answer("Me.")),
     "system": (Turn("system", ("Be brief.",)), user("Who?"), answer("Me.")),
     "several turns": (user("Who?"), answer("Me."), user("And now?"), answer("Still me.")),
@@ -95,11 +95,11 @@ def kind_of(part: str) -> str:
 Content = Callable[[Turn, Path], Any]
 
 
-def marked(turn: Turn, folder: Path) -> str:
+def marked_text(turn: Turn, folder: Path) -> str:
     return "".join(f"<{kind_of(part)}>" if is_file(part) else part for part in turn.parts)
 
 
-def typed(source: Callable[[str, Path], Row]) -> Content:
+def parts_with(source: Callable[[str, Path], Row]) -> Content:
     def content(turn: Turn, folder: Path) -> list[Row]:
         return [source(p, folder) if is_file(p) else {"type": "text", "text": p} for p in turn.parts]
 
@@ -113,31 +113,31 @@ def image_or_path(image: Callable[[str, Path], Row]) -> Callable[[str, Path], Ro
     )
 
 
-def encoded(part: str, folder: Path) -> str:
+def base64_of(part: str, folder: Path) -> str:
     return base64.b64encode((folder / part).read_bytes()).decode()
 
 
 CONTENTS: dict[str, Content] = {
-    "markers": marked,
-    "bare parts": typed(lambda part, folder: {"type": kind_of(part)}),
-    "image": typed(lambda part, folder: {"type": kind_of(part), kind_of(part): part}),
-    "path": typed(lambda part, folder: {"type": kind_of(part), "path": part}),
-    "url": typed(lambda part, folder: {"type": kind_of(part), "url": f"file://{folder / part}"}),
-    "no type": typed(lambda part, folder: {kind_of(part): part}),
-    "base64": typed(image_or_path(lambda p, folder: {"type": "image", "base64": encoded(p, folder)})),
-    "data URI": typed(
+    "markers": marked_text,
+    "bare parts": parts_with(lambda part, folder: {"type": kind_of(part)}),
+    "image": parts_with(lambda part, folder: {"type": kind_of(part), kind_of(part): part}),
+    "path": parts_with(lambda part, folder: {"type": kind_of(part), "path": part}),
+    "url": parts_with(lambda part, folder: {"type": kind_of(part), "url": f"file://{folder / part}"}),
+    "no type": parts_with(lambda part, folder: {kind_of(part): part}),
+    "base64": parts_with(image_or_path(lambda p, folder: {"type": "image", "base64": base64_of(p, folder)})),
+    "data URI": parts_with(
         image_or_path(
-            lambda p, folder: {"type": "image", "image": f"data:image/png;base64,{encoded(p, folder)}"}
+            lambda p, folder: {"type": "image", "image": f"data:image/png;base64,{base64_of(p, folder)}"}
         )
     ),
-    "image_url": typed(
+    "image_url": parts_with(
         lambda p, folder: {"type": f"{kind_of(p)}_url", f"{kind_of(p)}_url": {"url": f"file://{folder / p}"}}
     ),
-    "image_url with data": typed(
+    "image_url with data": parts_with(
         image_or_path(
             lambda p, folder: {
                 "type": "image_url",
-                "image_url": {"url": f"data:image/png;base64,{encoded(p, folder)}"},
+                "image_url": {"url": f"data:image/png;base64,{base64_of(p, folder)}"},
             }
         )
     ),
@@ -159,9 +159,9 @@ class Names:
     untrained: tuple[str, Any] = ("loss", False)
     thought: str = "field"
 
-    def turns(self, talk: tuple[Turn, ...], content: Content, folder: Path) -> list[Row]:
+    def turns(self, story: tuple[Turn, ...], content: Content, folder: Path) -> list[Row]:
         rows = []
-        for turn in talk:
+        for turn in story:
             role, value, more = (
                 dict(self.roles).get(turn.role, turn.role),
                 content(turn, folder),
@@ -195,8 +195,8 @@ MS_SWIFT = Names(
 )
 
 
-def media_columns(talk: tuple[Turn, ...], form: Callable[[str], Any] = str) -> Row:
-    files = [part for turn in talk for part in turn.parts if is_file(part)]
+def media_columns(story: tuple[Turn, ...], form: Callable[[str], Any] = str) -> Row:
+    files = [part for turn in story for part in turn.parts if is_file(part)]
     return {
         f"{kind}s": [form(part) for part in files if kind_of(part) == kind]
         for kind in ("image", "video")
@@ -205,36 +205,36 @@ def media_columns(talk: tuple[Turn, ...], form: Callable[[str], Any] = str) -> R
 
 
 def of_messages(column: str, names: Names, content: str, tools: Callable[[Any], Any] = json.dumps) -> Any:
-    def row(talk: tuple[Turn, ...], folder: Path) -> Row:
-        turns = names.turns(talk, CONTENTS[content], folder)
-        more = {"tools": tools(TOOLS_OF_ROW)} if any(turn.calls for turn in talk) else {}
-        return {column: turns, **more, **(media_columns(talk) if content in NEED_COLUMNS else {})}
+    def row(story: tuple[Turn, ...], folder: Path) -> Row:
+        turns = names.turns(story, CONTENTS[content], folder)
+        more = {"tools": tools(TOOLS_OF_ROW)} if any(turn.calls for turn in story) else {}
+        return {column: turns, **more, **(media_columns(story) if content in NEED_COLUMNS else {})}
 
     return row
 
 
-def simple(talk: tuple[Turn, ...]) -> tuple[str, tuple[Turn, ...]] | None:
+def simple(story: tuple[Turn, ...]) -> tuple[str, tuple[Turn, ...]] | None:
     """The system prompt and the other turns of a conversation of plain questions and answers."""
-    system = talk[0].parts[0] if talk[0].role == "system" else ""
-    rest = talk[1:] if system else talk
+    system = story[0].parts[0] if story[0].role == "system" else ""
+    rest = story[1:] if system else story
     plain = all(t.role in ("user", "assistant") and not t.calls and t.trained for t in rest)
     return (system, rest) if plain else None
 
 
 def text_of(turn: Turn) -> str:
     thought = f"<think>{turn.thought}</think>\n" if turn.thought else ""
-    return thought + marked(turn, Path())
+    return thought + marked_text(turn, Path())
 
 
 def of_columns(
     prompt: str, response: str, history: bool = False, system: str = "system", split: bool = False
 ) -> Any:
-    def row(talk: tuple[Turn, ...], folder: Path) -> Row | None:
-        found = simple(talk)
+    def row(story: tuple[Turn, ...], folder: Path) -> Row | None:
+        found = simple(story)
         if found is None or (len(found[1]) > 2 and not history):
             return None
         texts = [text_of(turn) for turn in found[1]]
-        result = {prompt: texts[-2], response: texts[-1], **media_columns(talk)}
+        result = {prompt: texts[-2], response: texts[-1], **media_columns(story)}
         if history:
             result["history"] = [list(pair) for pair in zip(texts[:-2:2], texts[1:-2:2], strict=True)]
         if split:
@@ -245,34 +245,34 @@ def of_columns(
 
 
 def of_message_lists(content: str) -> Any:
-    def row(talk: tuple[Turn, ...], folder: Path) -> Row:
-        turns = OPENAI.turns(talk, CONTENTS[content], folder)
-        more = {"tools": TOOLS_OF_ROW} if any(turn.calls for turn in talk) else {}
-        columns = media_columns(talk) if content in NEED_COLUMNS else {}
+    def row(story: tuple[Turn, ...], folder: Path) -> Row:
+        turns = OPENAI.turns(story, CONTENTS[content], folder)
+        more = {"tools": TOOLS_OF_ROW} if any(turn.calls for turn in story) else {}
+        columns = media_columns(story) if content in NEED_COLUMNS else {}
         return {"prompt": turns[:-1], "completion": turns[-1:], **more, **columns}
 
     return row
 
 
-def as_text(talk: tuple[Turn, ...], folder: Path) -> Row:
-    row: Row = of_messages("messages", OPENAI, "markers")(talk, folder)
+def as_text(story: tuple[Turn, ...], folder: Path) -> Row:
+    row: Row = of_messages("messages", OPENAI, "markers")(story, folder)
     return {**row, "messages": json.dumps(row["messages"])}
 
 
-def with_system_column(talk: tuple[Turn, ...], folder: Path) -> Row:
-    rest = talk[1:] if talk[0].role == "system" else talk
+def with_system_column(story: tuple[Turn, ...], folder: Path) -> Row:
+    rest = story[1:] if story[0].role == "system" else story
     row: Row = of_messages("conversations", SHAREGPT, "markers")(rest, folder)
-    return {**row, "system": talk[0].parts[0]} if rest is not talk else row
+    return {**row, "system": story[0].parts[0]} if rest is not story else row
 
 
-def with_dicts_of_media(talk: tuple[Turn, ...], folder: Path) -> Row:
-    row: Row = of_messages("messages", MS_SWIFT, "markers")(talk, folder)
-    return row | media_columns(talk, lambda part: {"path": part, "bytes": None})
+def with_dicts_of_media(story: tuple[Turn, ...], folder: Path) -> Row:
+    row: Row = of_messages("messages", MS_SWIFT, "markers")(story, folder)
+    return row | media_columns(story, lambda part: {"path": part, "bytes": None})
 
 
-def with_bytes(talk: tuple[Turn, ...], folder: Path) -> Row:
-    row: Row = of_messages("messages", OPENAI, "bare parts")(talk, folder)
-    images = [{"bytes": (folder / part).read_bytes()} for part in media_columns(talk).get("images", [])]
+def with_bytes(story: tuple[Turn, ...], folder: Path) -> Row:
+    row: Row = of_messages("messages", OPENAI, "bare parts")(story, folder)
+    images = [{"bytes": (folder / part).read_bytes()} for part in media_columns(story).get("images", [])]
     return row | ({"images": images} if images else {})
 
 
@@ -358,10 +358,10 @@ def processor() -> Any:
 
 
 @cache
-def expected(name: str, folder: Path) -> Expected:
-    made, talk = processor(), TALKS[name]
+def expect(name: str, folder: Path) -> Expected:
+    made, story = processor(), STORIES[name]
     turns, images, videos = list[Row](), [], []
-    for turn in talk:
+    for turn in story:
         parts: list[Row] = []
         for part in turn.parts:
             parts.append({"type": kind_of(part)} if is_file(part) else {"type": "text", "text": part})
@@ -373,9 +373,9 @@ def expected(name: str, folder: Path) -> Expected:
             parts[0]["text"] = f"<think>{turn.thought}</think>\n{parts[0]['text']}"
         calls = {"tool_calls": [{"type": "function", "function": CALL}]} if turn.calls else {}
         turns.append({"role": turn.role, "content": parts, **calls})
-    tools = TOOLS_OF_ROW if any(turn.calls for turn in talk) else None
+    tools = TOOLS_OF_ROW if any(turn.calls for turn in story) else None
     text, spans = expected_spans(made, bare(turns), tools)
-    trained = [turn.trained for turn in talk if turn.role == "assistant"]
+    trained = [turn.trained for turn in story if turn.role == "assistant"]
     media: dict[str, Any] = {"images": [images]} if images else {}
     if videos:
         media["videos"] = [[video.frames for video in videos]]
@@ -401,7 +401,7 @@ def expected(name: str, folder: Path) -> Expected:
 
 def test_there_are_thirty_spellings_of_ten_conversations() -> None:
     assert len(SPELLINGS) >= 30
-    assert len(TALKS) >= 10
+    assert len(STORIES) >= 10
 
 
 _TABLES = ("parquet", "dataset")
@@ -422,7 +422,7 @@ def test_a_conversation_is_the_same_in_every_spelling(
 ) -> None:
     folder = files["wide.png"].parent
     encoder, counter = Encoder(processor()), TokenCounter(Encoder(processor()))
-    rows = {name: SPELLINGS[spelling](talk, folder) for name, talk in TALKS.items()}
+    rows = {name: SPELLINGS[spelling](story, folder) for name, story in STORIES.items()}
     written = {name: row for name, row in rows.items() if row is not None}
     for path in folder.iterdir():  # next to the data file, where relative paths are looked up
         (tmp_path / path.name).symlink_to(path)
@@ -434,7 +434,7 @@ def test_a_conversation_is_the_same_in_every_spelling(
     for name, example in zip(written, examples, strict=True):
         conversation = parse_conversation(example, name)
         sample = encoder.label_sample(encoder.encode(conversation), name)
-        want = expected(name, folder)
+        want = expect(name, folder)
         assert sample.tokens["input_ids"].tolist() == want.ids, name
         assert sample.labels is not None
         labels = sample.labels.tolist()

@@ -263,16 +263,16 @@ def test_turns_of_weight_zero_and_masked_reasoning_are_not_supervised() -> None:
         assistant("<think>Hm.</think>\n\nTwo."),
     ]
 
-    def supervised(**settings: Any) -> str:
+    def supervised_text(**settings: Any) -> str:
         conversation = parse_conversation({"conversation": turns, **settings}, "a/0")
         labels = encoder.labels(encoder.encode(conversation)).tolist()
         counted = TokenCounter(encoder).count(conversation).count
         assert counted.supervised == sum(label != IGNORE_INDEX for label in labels)
         return str(processor.tokenizer.decode([label for label in labels if label != IGNORE_INDEX]))
 
-    assert supervised() == "<think>Hm.</think>\n\nTwo.<|im_end|>"
-    assert supervised(reasoning="mask") == "Two.<|im_end|>"
-    assert supervised(weight=0) == ""
+    assert supervised_text() == "<think>Hm.</think>\n\nTwo.<|im_end|>"
+    assert supervised_text(reasoning="mask") == "Two.<|im_end|>"
+    assert supervised_text(weight=0) == ""
 
 
 def test_weights_of_rows_and_turns_are_weights_of_tokens() -> None:

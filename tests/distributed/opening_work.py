@@ -172,13 +172,22 @@ def in_another_order(run: dict[str, Any], rank: int) -> dict[str, Any]:
     try:
         Collectives(packhorse.World(rank // 2, 4)).gather(None)
     except packhorse.errors.ConfigError as error:
-        found["duplicates"] = str(error)
+        found["duplicates"] = [error.setting, error.value]
     try:
         ranks.run_on_all_ranks("read a row", partial(read_badly, world.rank))
     except packhorse.errors.BadSample as error:
         found["bad"] = [error.reason, error.key, error.stage, error.detail]
         found["message"] = str(error)
+    try:
+        ranks.run_on_all_ranks("choose datasets", partial(choose_badly, world.rank))
+    except packhorse.errors.ConfigError as error:
+        found["wrong"] = [error.setting, error.value]
     return found
+
+
+def choose_badly(rank: int) -> None:
+    if rank == 1:
+        raise packhorse.errors.ConfigError.of("dataset_names", ["coco", "maps"], "expected others")
 
 
 def read_badly(rank: int) -> None:

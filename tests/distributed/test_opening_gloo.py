@@ -240,7 +240,7 @@ def test_counts_are_those_of_their_rows_if_world_and_process_group_order_the_ran
 
 def test_processes_with_the_same_rank_are_rejected(in_another_order: list[Any]) -> None:
     for rank in in_another_order:
-        assert "world ranks [0, 0, 1, 1]: expected each of 0 to 3 once" in rank["duplicates"]
+        assert rank["duplicates"] == ["group", [0, 0, 1, 1]]
 
 
 def test_an_error_has_its_fields_on_every_rank(in_another_order: list[Any]) -> None:
@@ -249,6 +249,7 @@ def test_an_error_has_its_fields_on_every_rank(in_another_order: list[Any]) -> N
     ] * 4
     failed = "rank 1 could not read a row: BadSample: coco/3: 9,000 tokens"
     assert [rank["message"] for rank in in_another_order[1:]] == [failed] * 3  # world.rank 1 is the first
+    assert [rank["wrong"] for rank in in_another_order] == [["dataset_names", ["coco", "maps"]]] * 4
 
 
 def test_a_process_group_does_not_read_what_an_earlier_one_left_in_the_store(tmp_path: Path) -> None:

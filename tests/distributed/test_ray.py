@@ -16,8 +16,8 @@ import ray
 from ray_work import DieAgain, Marked, Slowly, environment, sleep
 
 from count_samples import python_path, save_processor, sidecars
+from demo_data import write_demo_data
 from failing_work import Unlucky, fail_on_three
-from packhorse.cli.demo.data import write_demo_data
 from packhorse.count.counting import count_meta
 from packhorse.count.engines import RayEngine, make_engine
 from packhorse.utils.pool import EngineError, LocalEngine

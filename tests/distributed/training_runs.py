@@ -44,7 +44,8 @@ def write_demo(folder: Path, layers: int = 2) -> None:
 
     A small part of what ``make demo`` writes, and the model has random weights.
     """
-    from packhorse.cli.demo.data import tiny_model, tiny_processor, write_demo_data
+    from demo_data import write_demo_data
+    from packhorse.cli.demo.data import tiny_model, tiny_processor
 
     write_demo_data(folder / "demo" / "data")
     processor = tiny_processor()

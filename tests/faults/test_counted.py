@@ -90,8 +90,9 @@ def test_entries_of_a_batch_at_which_the_run_was_stopped_are_rolled_back_when_it
     loader = make_loader(rows, max_consecutive_bad=2, ledger_dir=tmp_path)
     order = [loader._current.schedule.samples(step, 0)[0][0] for step in range(ROWS)]
     rows.faults = dict.fromkeys(order[5:8], raising(OSError("the store does not answer")))
-    with pytest.raises(TooManyBad, match="3 consecutive samples failed"):
+    with pytest.raises(TooManyBad) as caught:
         delivered_rows(loader)
+    assert (caught.value.setting, caught.value.bad) == ("max_consecutive_bad", 3)
     assert loader.cursor == 7
     assert {int(drop.key) for drop in loader.ledger} == set(order[5:8]), "the reasons of the stop"
     rows.faults = {}
@@ -121,9 +122,9 @@ def test_a_share_of_zero_stops_a_rank_at_its_first_bad_sample(size: int) -> None
     loader = make_loader(rows, 0, size, max_bad_share=0.0)
     mine = [loader._current.schedule.samples(step, 0)[0][0] for step in range(len(loader))]
     rows.faults = {mine[3]: raising(OSError("gone"))}
-    with pytest.raises(TooManyBad, match=f"1 of {ROWS} samples cannot be used") as caught:
+    with pytest.raises(TooManyBad) as caught:
         delivered_rows(loader)
-    assert (caught.value.setting, caught.value.bad) == ("max_bad_share", 1)
+    assert (caught.value.setting, caught.value.bad, caught.value.samples) == ("max_bad_share", 1, ROWS)
     assert loader.cursor == 3
 
 

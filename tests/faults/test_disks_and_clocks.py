@@ -39,12 +39,12 @@ from faults.faulty_data import may_mount, small_disk
 from packhorse.cli.app import app
 from packhorse.count.counting import count_meta
 from packhorse.datasets import open_rows
-from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan, plan_packs
 from packhorse.rows.row_files import local_file
 from packhorse.types import Drop
 from packhorse.utils.files import write_atomic
+from raising import raises_config
 
 # Full disks.
 
@@ -436,5 +436,5 @@ def test_a_cache_folder_that_is_a_file_raises_with_the_remedy(
     monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "cache"))
     with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
         file.write("{}\n")
-    with pytest.raises(ConfigError, match="set PACKHORSE_CACHE"):
+    with raises_config("PACKHORSE_CACHE", match="set PACKHORSE_CACHE"):
         local_file(str(tmp_path / "rows.jsonl.gz"))

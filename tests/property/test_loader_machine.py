@@ -29,6 +29,7 @@ from packhorse.errors import ConfigError
 from packhorse.loader.epoch_stats import StepFile, rank_file
 from packhorse.loader.state import Tally
 from property.faulty_mixture import BROKEN, LONG, ROWS, TRANSIENT, open_mixture, row, rows, write
+from raising import raises_config
 
 RUNS = int(os.environ.get("PACKHORSE_MACHINE_RUNS", "12"))
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
@@ -248,7 +249,7 @@ class LoaderMachine(RuleBasedStateMachine):
         write(self.file, changed)
         kept, self.counts = self.counts, None
         for loader in self.build_loaders(shape):
-            with pytest.raises(ConfigError, match=r"rows\.jsonl.*digest \w+ when the state was saved"):
+            with raises_config("data", match=r"rows\.jsonl.*digest \w+ when the state was saved"):
                 loader.load_state_dict(saved.state)
         write(self.file, rows())
         self.counts = kept

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from count_samples import no_file_larger_than
-from packhorse.errors import BadSample, ConfigError, SystemFault
+from packhorse.errors import BadSample, SystemFault
 from packhorse.ledger import Ledger
 from packhorse.types import Drop
+from raising import raises_config
 
 MISSING = Drop("coco/812", "media", "missing_media", "no file", "dropped", "coco")
 CUT = Drop("coco/9", "convert", "unknown_role", "role 'tool'", "cut", "coco")
@@ -163,7 +164,7 @@ def test_a_trainer_process_sees_the_entries_of_its_own_workers() -> None:
 
 def test_a_file_that_is_no_ledger_is_rejected_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"key": "a"}\n')
-    with pytest.raises(ConfigError, match=r"x\.jsonl:1"):
+    with raises_config(path=tmp_path / "x.jsonl", match=r"x\.jsonl:1"):
         Ledger.load(tmp_path / "x.jsonl")
 
 

@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from PIL import Image
 
 from packhorse.families import FAMILIES
 from page_code import SMALL_MODELS, python_blocks
+from warm_python import run_warm
 
 README = Path(__file__).parents[2] / "README.md"
 TEXT = README.read_text("utf-8")
@@ -28,13 +27,7 @@ def test_the_quickstart_trains_on_rows_like_the_one_shown(tmp_path: Path) -> Non
     lines = [*[json.dumps(row)] * 3, json.dumps(missing), json.dumps(row)[:40]]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     (quickstart,) = python_blocks(README)
-    run = subprocess.run(
-        [sys.executable, "-c", SMALL_MODELS + quickstart],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = run_warm("-c", SMALL_MODELS + quickstart, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "5 rows, 3 in the plan, 3 delivered" in run.stdout
     for reason in ("missing_media: 1", "malformed_row: 1"):

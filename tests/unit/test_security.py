@@ -19,7 +19,7 @@ from packhorse import LoaderConfig, World, load
 from packhorse.count.counting import count_meta
 from packhorse.count.sidecar import Sidecar
 from packhorse.datasets import open_meta_dataset
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import ConfigError
 from packhorse.families.models import open_processor
 from packhorse.ledger import Ledger
 from packhorse.media import image_size, load_image
@@ -28,6 +28,7 @@ from packhorse.tools.view.plan_report import plan_report
 from packhorse.tools.view.plan_viewer import PlanViewer
 from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 from packhorse.tools.view.server import make_app
+from raising import raises_bad_sample, raises_config
 from view_samples import ask
 from warm_python import run_warm
 
@@ -77,7 +78,7 @@ def test_a_confined_dataset_opens_nothing_outside_its_folder(tmp_path: Path, qwe
     rows.append({"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "ok"}]})
     rows.append(with_image("good.png"))
     write_rows(tmp_path / "a.jsonl", rows)
-    entry = {"file_name": "a.jsonl", "media_dir": "media", "confine": True}
+    entry = {"file_name": "a.jsonl", "media_dir": "media", "confine": True, "allow_http": True}
     report = count_meta(write_meta(tmp_path, {"a": entry}), qwen)
     assert report.datasets[0].bad == {"outside_media_dir": len(rows) - 1}
     status = Sidecar(report.datasets[0].sidecar).columns().status.tolist()
@@ -85,9 +86,8 @@ def test_a_confined_dataset_opens_nothing_outside_its_folder(tmp_path: Path, qwe
     ledger = Ledger()
     dataset = open_meta_dataset(tmp_path / "meta.json", ledger=ledger)
     for number in range(len(rows) - 1):
-        with pytest.raises(BadSample) as caught:
+        with raises_bad_sample("outside_media_dir"):
             dataset[number]
-        assert caught.value.reason == "outside_media_dir"
     assert dataset[len(rows) - 1]["conversation"][0]["content"][0]["image"] == str(media / "good.png")
 
 
@@ -155,7 +155,7 @@ def test_no_source_file_sets_trust_remote_code() -> None:
 
 def test_settings_from_yaml_construct_no_objects(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(f"data: !!python/object/apply:os.mkdir [{tmp_path / 'ran'}]\n")
-    with pytest.raises(ConfigError, match="not YAML"):
+    with raises_config(path=tmp_path / "a.yaml", match="not YAML"):
         LoaderConfig.from_yaml(tmp_path / "a.yaml")
     assert not (tmp_path / "ran").exists()
 
@@ -228,9 +228,8 @@ def test_postscript_under_the_name_of_a_png_is_broken_media_and_starts_no_progra
 
 def test_an_image_that_the_caller_opened_starts_no_program_either(ghostscript: Path) -> None:
     for read in (load_image, image_size):
-        with pytest.raises(BadSample, match="in the format EPS") as caught:
+        with raises_bad_sample("broken_media", match="in the format EPS"):
             read(Image.open(io.BytesIO(EPS)))
-        assert caught.value.reason == "broken_media"
     assert not ghostscript.exists()
 
 
@@ -262,9 +261,8 @@ def test_an_image_that_would_exhaust_memory_is_in_the_ledger(tmp_path: Path, qwe
     (tmp_path / "bomb.png").write_bytes(bomb(100_000, 100_000))
     Image.new("RGB", (60, 40)).save(tmp_path / "good.png")
     for read in (load_image, image_size):
-        with pytest.raises(BadSample) as caught:
+        with raises_bad_sample("media_too_large"):
             read(str(tmp_path / "bomb.png"))
-        assert caught.value.reason == "media_too_large"
     write_rows(tmp_path / "a.jsonl", [with_image("bomb.png"), *[with_image("good.png")] * 3])
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": "."}})
     loader = load(str(meta), qwen, model="unchecked", world=World(), pack_size=512, max_bad_share=None)
@@ -275,9 +273,8 @@ def test_an_image_that_would_exhaust_memory_is_in_the_ledger(tmp_path: Path, qwe
 
 def test_xml_is_no_image() -> None:
     svg = b'<?xml version="1.0"?><!DOCTYPE s [<!ENTITY x SYSTEM "file:///etc/passwd">]><svg>&x;</svg>'
-    with pytest.raises(BadSample) as caught:
+    with raises_bad_sample("broken_media"):
         load_image(svg)
-    assert caught.value.reason == "broken_media"
 
 
 # --- the network -----------------------------------------------------------------------------------------
@@ -300,12 +297,19 @@ print(json.dumps({"steps": steps, "requests": requests, "bad": loader.ledger.cou
 """
 
 
-@pytest.mark.parametrize("address", [False, True])
-def test_nothing_is_fetched_that_no_row_names(address: bool, tmp_path: Path) -> None:
+WEB = "http://127.0.0.1:9/x.png"
+
+
+@pytest.mark.parametrize(
+    ("address", "allowed"),
+    [("", False), (WEB, True), (WEB, False), (f"simplecache::{WEB}", False)],
+    ids=["no address", "allowed", "not allowed", "in a chain"],
+)
+def test_nothing_is_fetched_that_no_row_names(address: str, allowed: bool, tmp_path: Path) -> None:
     Image.new("RGB", (60, 40)).save(tmp_path / "good.png")
-    rows = [with_image("good.png")] * 3 + ([with_image("http://127.0.0.1:9/x.png")] if address else [])
+    rows = [with_image("good.png")] * 3 + ([with_image(address)] if address else [])
     write_rows(tmp_path / "a.jsonl", rows)
-    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": "."}})
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": ".", "allow_http": allowed}})
     (tmp_path / "watched.py").write_text(WATCHED)
     environment = {"PYTHONPATH": python_path(tmp_path), "PACKHORSE_CACHE": str(tmp_path / "cache")}
     if address:
@@ -316,5 +320,6 @@ def test_nothing_is_fetched_that_no_row_names(address: bool, tmp_path: Path) -> 
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout.splitlines()[-1])
     assert report["steps"] > 0
-    assert bool(report["requests"]) is address  # addresses of rows are requested, so the hook works
-    assert report["bad"] == ({"unreachable_media": 1} if address else {})
+    assert bool(report["requests"]) is allowed  # addresses of rows are requested, so the hook works
+    reason = "unreachable_media" if allowed else "not_allowed"
+    assert report["bad"] == ({reason: 1} if address else {})

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from warm_python import run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "walk.py"
@@ -25,9 +26,7 @@ MAX_FILES_OF_SAMPLE, MAX_SWITCHES_OF_SAMPLE = 18, 45
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     """The output of one run of the script."""
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), "--json"], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    run = run_warm(SCRIPT, "--json", cwd=ROOT)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert isinstance(found, dict)
@@ -150,9 +149,11 @@ class A:
     ]
 
 
-def test_only_the_option_lists_files(walk: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_option_lists_files(
+    walk: ModuleType, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     walks = {"sample": {"files": 2, "switches": 1, "entered": ["a.py", "b.py"]}}
-    source = walk.measure_source()
+    source = result["source"]
     walk.print_report(walks, source, list_files=False)
     short = capsys.readouterr().out
     assert short.split()[:6] == ["walk", "files", "switches", "sample", "2", "1"]

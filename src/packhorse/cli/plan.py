@@ -33,6 +33,7 @@ EXAMPLES = terminal.examples(
         "meta.json --processor ./model": "packs of 8,192 tokens; count rows if needed; write meta.phplan",
         "meta.json --processor ./model --max-patches 40000": "also limit the vision patches of a pack",
         "meta.json --processor ./model --pack-size 2048,4096,8192": "compare pack sizes; write no plan",
+        "meta.json --processor ./model --sweep max_pixels=200704,401408": "compare budgets of pixels",
         "meta.json --processor ./model --ranks 24,48": "also show the straggler ratio on 24 and 48 GPUs",
         "meta.json --processor ./model --json > plan.json": "the same numbers as JSON",
     },
@@ -75,6 +76,10 @@ def plan(
         list[str] | None,
         terminal.text("N[,N]…", "Also show the straggler ratio for these numbers of ranks.", "--ranks"),
     ] = None,
+    sweep: Annotated[
+        str | None,
+        terminal.text("NAME=N[,N]…", "Compare values of a media setting such as max_pixels; write no plan."),
+    ] = None,
     datasets: terminal.DATASETS = None,
     num_workers: terminal.WORKERS = None,
     trust_remote_code: terminal.TRUST = False,
@@ -89,10 +94,15 @@ def plan(
     with terminal.one_line_errors("plan", "no plan was written (finished counts are kept)", verbose):
         from packhorse.loader.config import LoaderConfig
         from packhorse.media.source import is_address
+        from packhorse.tools.sweep import parse_sweep, sweep_report
         from packhorse.tools.view.plan_report import plan_report, sizes_report
         from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 
         sizes = numbers_in("pack_size", [pack_size])
+        swept = None if sweep is None else parse_sweep(sweep)
+        if swept is not None and (out or ranks or len(sizes) > 1):
+            given = "--out" if out else "--ranks" if ranks else "several pack sizes"
+            raise ConfigError(f"--sweep compares values without a plan: omit {given}", setting="sweep")
         if len(sizes) > 1 and (out or ranks):
             given = "--out" if out else "--ranks"
             raise ConfigError(
@@ -101,7 +111,7 @@ def plan(
                 value=sizes,
             )
         target = out
-        if out is None and len(sizes) == 1:
+        if out is None and len(sizes) == 1 and swept is None:
             if is_address(meta):
                 problem = "is not a local file: give a path for the plan with --out"
                 raise ConfigError(f"{meta} {problem}", path=meta)
@@ -124,7 +134,9 @@ def plan(
             count_workers=num_workers,
         )
         request = PlanRequest(config, processor, model, epoch, trust_remote_code)
-        if target is None:
+        if swept is not None:
+            report = sweep_report(request, *swept)
+        elif target is None:
             report = sizes_report(request, sizes)
         else:
             planned = make_plan(request)
@@ -133,6 +145,8 @@ def plan(
             report["plan"] = str(target)
     if as_json:
         typer.echo(terminal.to_json(report))
+    elif swept is not None:
+        _print_sweep(report)
     elif target is None:
         _print_sizes(report)
     else:
@@ -195,6 +209,43 @@ def _print_sizes(report: Mapping[str, Any]) -> None:
         f"{comparison['length_grouped']['wasted']:.1%} if grouped by length, "
         f"{comparison['random']['wasted']:.1%} if not."
     )
+
+
+_SWEEP_COLUMNS = {
+    "tokens": "of all rows, text and media",
+    "media": "tokens of the content of images, videos and audio",
+    "longest": "tokens of the longest row",
+    "too long": "rows that do not fit into a pack, and are dropped",
+    "packs": "of an epoch",
+    "fill": "share of the packs that is no padding",
+    "cost": "of an epoch by the cost model, relative to the settings as they are; of the rows that fit",
+}
+
+
+def _print_sweep(report: Mapping[str, Any]) -> None:
+    """Print a table of the values of a setting, and a line about each column."""
+    out = terminal.Output(_WIDTH)
+    rows = [
+        (
+            "as it is" if entry["value"] is None else f"{entry['value']:,}",
+            entry["tokens"],
+            sum(entry[kind] for kind in MEDIA_KINDS),
+            entry["longest"],
+            entry["too_long"],
+            entry["packs"],
+            f"{entry['fill']:.2%}",
+            f"{entry['cost']:.2f}",
+        )
+        for entry in report["values"]
+    ]
+    title = f"Packs of {report['pack_size']:,} tokens by {report['setting']}; no plan is written"
+    out.table(title, (report["setting"], *_SWEEP_COLUMNS), rows)
+    out.lines(f"{name}: {meaning}" for name, meaning in _SWEEP_COLUMNS.items())
+    if own := report["own_setting"]:
+        out.line(
+            f"{own:,} of {terminal.number_of(report['media'], 'media item', 'media items')} have a "
+            f"{report['setting']} of their own, which stays"
+        )
 
 
 def summary_lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -92,11 +92,8 @@ def check_present(examples: Sequence[Any]) -> None:
     """Raise :class:`ConfigError` if a sample of the batch is None."""
     missing = [index for index, example in enumerate(examples) if example is None]
     if missing:
-        raise ConfigError(
-            f"sample {missing[0]} of the batch is None, as a dataset with on_bad='skip' gives it: wrap the "
-            "collate function, collate_fn=dataset.robust_collate(collate_fn)",
-            setting="collate_fn",
-        )
+        what = f"sample {missing[0]} of the batch is None, as on_bad='skip' returns it: write "
+        raise ConfigError(f"{what}collate_fn=dataset.robust_collate(collate_fn)", setting="collate_fn")
 
 
 def records_of(examples: Sequence[Any]) -> Records:

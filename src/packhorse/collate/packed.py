@@ -96,10 +96,8 @@ def neat_packed_vlm_collater(
         ConfigError: a pack is None or longer than ``max_length``, the backend is unknown, or the family needs
             another one.
     """
-    packs, family = read_packs(batch)
     return collate_packs(
-        packs,
-        family,
+        *read_packs(batch),
         padding_idx,
         max_length,
         attn_implementation,
@@ -187,12 +185,8 @@ def loss_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     mask = batch.get("attention_mask")
     numbers = isinstance(mask, torch.Tensor) and mask.dim() != _DENSE and "_packed_seq_ids" in batch
     if numbers and "cu_seq_lens_q" not in batch:
-        raise ConfigError(
-            "attention_mask holds document numbers (materialize_4d_mask=False), and models of transformers "
-            "would take each row for one document: collate with materialize_4d_mask=True",
-            setting="materialize_4d_mask",
-            value=False,
-        )
+        why = "models of transformers take each row for one document, collate with materialize_4d_mask=True"
+        raise ConfigError.of("materialize_4d_mask", False, why)
     omitted = {*_INFORMATION, "attention_mask"} if "cu_seq_lens_q" in batch else _INFORMATION
     return {key: value for key, value in batch.items() if key not in omitted}
 
@@ -234,13 +228,12 @@ def takes_batches_of(attention: str, backend: str) -> bool:
 def check_takes_batches_of(name: str, attention: str, backend: str) -> None:
     """Raise unless the model ``name``, which runs ``attention``, can train on batches for ``backend``."""
     if not takes_batches_of(attention, backend):
-        raise ConfigError(
+        what = (
             f"{name} runs {attention!r} attention, but the loader builds batches for attn_implementation="
             f"{backend!r}: documents of a pack may attend to each other. Call packhorse.prepare(model, "
-            f"{backend!r}) before packhorse.load, or remove attn_implementation to use the model's",
-            setting="attn_implementation",
-            value=backend,
+            f"{backend!r}) before packhorse.load, or remove attn_implementation to use the model's"
         )
+        raise ConfigError(what, setting="attn_implementation", value=backend)
 
 
 def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
@@ -249,13 +242,12 @@ def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
     if supported:
         check_packable(model)
     if supported and not any(takes_batches_of(attention, backend) for backend in supported):
-        raise ConfigError(
+        what = (
             f"the batch is for {' or '.join(supported)}, the model's decoder runs {attention}: documents "
             "would attend to each other. Call packhorse.integrations.attention.use_attention(model, "
-            f"{supported[0]!r}), or collate with attn_implementation={attention!r}",
-            setting="attn_implementation",
-            value=attention,
+            f"{supported[0]!r}), or collate with attn_implementation={attention!r}"
         )
+        raise ConfigError(what, setting="attn_implementation", value=attention)
 
 
 def _backends_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
@@ -283,12 +275,8 @@ class PackedRows:
         self.packs, self.family, self.padding_idx = packs, family, padding_idx
         longest = max(map(len, packs))
         if max_length is not None and longest > max_length:
-            raise ConfigError(
-                f"a pack has {longest:,} tokens, the batch has max_length={max_length:,}: set max_length to "
-                "at least the pack_size of the dataset",
-                setting="max_length",
-                value=max_length,
-            )
+            expected = f"a pack has {longest:,} tokens, set at least the pack_size of the dataset"
+            raise ConfigError.of("max_length", max_length, expected)
         self.length = longest if max_length is None else max_length
         self.alignments = [pack.alignment for pack in packs]
 
@@ -316,12 +304,8 @@ class PackedRows:
             raise _not_supported("images of this family have bidirectional attention", backend)
         alignment = math.lcm(*self.alignments)
         if self.length % alignment:
-            raise ConfigError(
-                f"documents are aligned to {alignment} tokens, but rows have {self.length:,}: set max_length "
-                f"(pack_size of a loader) to a multiple of {alignment}",
-                setting="max_length",
-                value=self.length,
-            )
+            expected = f"documents are aligned to {alignment}, set a multiple of it (in a loader: pack_size)"
+            raise ConfigError.of("max_length", self.length, expected)
         segments = find_segments(made["attention_mask"], self.alignments)
         if not segments.moved:
             return dict(made), segments
@@ -363,11 +347,8 @@ class PackedRows:
 
 
 def _not_supported(what: str, backend: str) -> ConfigError:
-    return ConfigError(
-        f"{what}, which {backend} does not support: use attn_implementation sdpa, eager or flex_attention",
-        setting="attn_implementation",
-        value=backend,
-    )
+    why = f"{what}, which it does not support: use sdpa, eager or flex_attention"
+    return ConfigError.of("attn_implementation", backend, why)
 
 
 def _add_bidirectional_mask(
@@ -385,11 +366,11 @@ def _add_bidirectional_mask(
         del made["attention_mask"]
         return
     if config is None or backend == "flex_attention":
-        raise ConfigError(
+        raise ConfigError.of(
+            "inject_fake_images",
+            True,
             "a pack of this family has a fake image, which only a mask for each type of layer can hide: pass "
             "config=model.config and use sdpa or eager, or set inject_fake_images=False for the dataset",
-            setting="inject_fake_images",
-            value=True,
         )
     text = config.get_text_config()
     full = sliding = bidirectional & (documents > 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from logging import getLogger
 from typing import Any, Literal, Protocol, get_args
@@ -26,7 +26,7 @@ from packhorse.ledger import Ledger
 from packhorse.plan.lengths import Eligibility, LazyLengths, after_shift, check_eligibility, sample_lengths
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
-from packhorse.types import Action, Drop, Flags, Integers, Reason, Sample, Stage
+from packhorse.types import Action, Drop, Integers, Reason, Sample, Stage
 
 logger = getLogger("packhorse.neat_packing_vlm")
 
@@ -252,13 +252,8 @@ class PackedDatasetWrapper(ReplacingDataset):
 
 def not_encoded(dataset: Any) -> ConfigError:
     """Return the error for a dataset of raw examples."""
-    name = type(dataset).__name__
-    return ConfigError(
-        f"the samples of a {name} have no 'input_ids', but packs need encoded samples: pack "
-        "PreTokenizedDatasetWrapper(dataset, processor)",
-        setting="dataset",
-        value=name,
-    )
+    why = "its samples have no 'input_ids', pack PreTokenizedDatasetWrapper(dataset, processor)"
+    return ConfigError.of("dataset", type(dataset).__name__, why)
 
 
 @lru_cache(maxsize=64)
@@ -374,13 +369,11 @@ def neat_pack_dataset_vlm(
     if plan is None:
         capacity = int(pack_size * packing_ratio)
         full_plan = _make_plan(eligibility, pack_size, capacity, sequence_alignment, seed)
-        order = np.arange(len(full_plan))
         if balance_media_tokens and lengths.media.any():
-            order = np.argsort(full_plan.sums(lengths.media), kind="stable")
+            full_plan = full_plan.in_order(np.argsort(full_plan.sums(lengths.media), kind="stable"))
     else:
         full_plan = _read_plan(plan, eligibility, pack_size, sequence_alignment)
-        order = np.arange(len(full_plan))
-    final_plan = full_plan.in_order(order[_select_packs(len(order), max_packs)])
+    final_plan = full_plan.in_order(_select_packs(len(full_plan), max_packs))
     packed = PackedDatasetWrapper(
         dataset,
         final_plan,
@@ -436,11 +429,8 @@ def _read_plan(
     plan = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
     lengths = eligibility.lengths
     if plan.samples != len(lengths):
-        raise ConfigError(
-            f"{name} has {plan.samples:,} samples, the dataset has {len(lengths):,}: plan this dataset",
-            setting="plan",
-            path=path,
-        )
+        what = f"{name} has {plan.samples:,} samples, the dataset has {len(lengths):,}: plan this dataset"
+        raise ConfigError(what, setting="plan", path=path)
     plan = plan.without(eligibility.bad, lengths, "sample_failed")
     plan = plan.without(eligibility.too_long, lengths, "too_long")
     # Estimates are no reason to reject a plan: its author may have had exact lengths.
@@ -448,24 +438,21 @@ def _read_plan(
     tokens = plan.sums(lengths + -lengths % alignment) if exact else plan.tokens
     over = np.flatnonzero((tokens > pack_size) & (np.diff(plan.offsets) > 1))
     if len(over):
-        raise ConfigError(
-            f"pack {over[0]} of {name} has {tokens[over[0]]:,} tokens, for packs of {pack_size:,} "
-            f"({len(over):,} of {len(plan):,} packs are too large): plan with "
-            f"plan_packs(pack_lengths(dataset), {pack_size})",
-            setting="plan",
-            path=path,
+        what = (
+            f"{len(over):,} of {len(plan):,} packs of {name} are too large for packs of {pack_size:,} (pack "
         )
+        what += (
+            f"{over[0]} has {tokens[over[0]]:,} tokens): use plan_packs(pack_lengths(dataset), {pack_size})"
+        )
+        raise ConfigError(what, setting="plan", path=path)
     return plan
 
 
-def _select_packs(packs: int, max_packs: int | None) -> Flags:
+def _select_packs(packs: int, max_packs: int | None) -> Integers:
     """Return which packs are kept: all, or ``max_packs`` of them from the middles of equal parts."""
     if max_packs is None or max_packs >= packs:
-        return np.ones(packs, bool)
-    kept = np.zeros(packs, bool)
-    if max_packs:
-        kept[(2 * np.arange(max_packs, dtype=np.int64) + 1) * packs // (2 * max_packs)] = True
-    return kept
+        return np.arange(packs)
+    return (2 * np.arange(max_packs) + 1) * packs // (2 * max(max_packs, 1))
 
 
 def _record_excluded(
@@ -508,13 +495,7 @@ class PackedDatasetWrapperConfig:
     ) -> PackedDatasetWrapper:
         """Wrap a dataset of encoded samples; no sample is encoded yet."""
         return PackedDatasetWrapper(
-            inner_dataset,
-            bins,
-            self.pack_size,
-            padding_idx,
-            get_rope_index,
-            self.max_retries,
-            sequence_alignment=self.sequence_alignment,
+            inner_dataset, bins, padding_idx=padding_idx, get_rope_index=get_rope_index, **asdict(self)
         )
 
 
@@ -525,10 +506,6 @@ class NeatPackConfig:
     Args:
         pack_size: see :func:`neat_pack_dataset_vlm`, like ``drop_long_samples``, ``max_packs``,
             ``packing_ratio`` and ``balance_media_tokens``.
-        drop_long_samples: see there.
-        max_packs: see there.
-        packing_ratio: see there.
-        balance_media_tokens: see there.
         collate_max_length: the length of every batch; None pads to its longest pack. Like the next two, for
             :func:`packhorse.collate_fns.packed_collater`.
         attn_implementation: the attention of the model's decoder; None is ``"sdpa"``.

@@ -54,11 +54,8 @@ def layout_of(key: str, family: Family | None, values: Iterable[Any] = ()) -> Te
     who = "no family declares"
     if family is not None:
         who = f"family '{family.name}' does not declare ({', '.join(table)})"
-    raise ConfigError(
-        f"the samples hold '{key}' (a {value}), which {who}: remove it from the samples",
-        setting=key,
-        value=value,
-    )
+    what = f"the samples hold '{key}' (a {value}), which {who}: remove it from the samples"
+    raise ConfigError(what, setting=key, value=value)
 
 
 def _named_layout(key: str) -> TensorLayout:
@@ -130,12 +127,11 @@ def _media_tensor(key: str, value: Any, sample: Mapping[str, Any], family: Famil
     expected = 1 if layout.owner == "sample" else known if None not in counts else len(items)
     if len(items) != expected:
         each = "sample" if layout.owner == "sample" else " or ".join(layout.kinds)
-        raise ConfigError(
+        what = (
             f"'{key}' of a sample is a list of {len(items)} tensors, expected {expected}: one per {each}."
-            " Join them along axis 0 if they are something else",
-            setting=key,
-            value=len(items),
+            " Join them along axis 0 if they are something else"
         )
+        raise ConfigError(what, setting=key, value=len(items))
     return join(key, items if layout.owner == "rows" else [item.unsqueeze(0) for item in items], family)
 
 
@@ -156,10 +152,7 @@ def _as_tensor(key: str, value: Any) -> torch.Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        name = type(value).__name__
-        raise ConfigError(
-            f"'{key}' of a sample is a {name} that cannot become a tensor: {error}", setting=key, value=name
-        ) from error
+        raise ConfigError.of(key, type(value).__name__, f"cannot become a tensor: {error}") from error
 
 
 def join(
@@ -250,12 +243,8 @@ def check_tokens(sample: Sample, where: str) -> None:
     """Raise a ConfigError if a tensor of a sample has not one entry per token."""
     for key, value in sample.per_token.items():
         if value.shape[-1] != len(sample) or value.dim() > (2 if key == "position_ids" else 1):
-            shape = tuple(value.shape)
-            raise ConfigError(
-                f"{where}: '{key}' is {shape}, expected one entry for each of {len(sample)} tokens",
-                setting=key,
-                value=shape,
-            )
+            expected = f"expected one entry for each of the {len(sample)} tokens of {where}"
+            raise ConfigError.of(key, tuple(value.shape), expected)
 
 
 class Packer:
@@ -322,7 +311,11 @@ class Packer:
             columns = (_column(row, key) for row in rows)
             fill = fill_value(key, self.padding_idx)
             joined[key] = torch.cat(
-                [pad_last(column, width, fill) for column, width in zip(columns, padded, strict=True)], dim=-1
+                [
+                    F.pad(column, (0, width - column.shape[-1]), value=fill)
+                    for column, width in zip(columns, padded, strict=True)
+                ],
+                dim=-1,
             )
         items = [{kind: sample.num_items.get(kind, 0) for kind in MEDIA_KINDS} for sample in samples]
         media = {
@@ -381,12 +374,6 @@ def fill_value(key: str, padding_idx: int) -> int:
     return {"input_ids": padding_idx, "labels": IGNORE_INDEX, **_DEFAULTS}.get(key, 0)
 
 
-def pad_last(tensor: torch.Tensor, width: int, fill: float, side: str = "right") -> torch.Tensor:
-    """Pad the last axis to ``width``."""
-    missing = width - tensor.shape[-1]
-    return F.pad(tensor, (missing, 0) if side == "left" else (0, missing), value=fill) if missing else tensor
-
-
 def stack_tokens(
     rows: Sequence[Mapping[str, torch.Tensor]], width: int, padding_idx: int, side: str = "right"
 ) -> dict[str, Any]:
@@ -396,8 +383,7 @@ def stack_tokens(
         given = [row.get(key) for row in rows]
         axes = {tuple(value.shape[:-1]) for value in given if value is not None}
         if len(axes) > 1:
-            what = f"'{key}' has leading axes {sorted(axes)} in one batch, expected the same in all"
-            raise ConfigError(what, setting=key, value=sorted(axes))
+            raise ConfigError.of(key, sorted(axes), "expected the same leading axes in all samples")
         if key == "position_ids" and any(value is None for value in given):
             what = f"only some samples of the batch have '{key}': expected all or none"
             raise ConfigError(what, setting=key)
@@ -410,9 +396,6 @@ def stack_tokens(
                 whole[..., row, first : first + value.shape[-1]] = value
         stacked[key] = whole
     return stacked
-
-
-# --- packs as dicts -----------------------------------------------------------------------------------------
 
 
 def pack_to_dict(pack: PackedSample, family: Family | None) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def pad_collate_fn(
     family = family_of(processor)
     check_present(examples)
     return collate_samples(
-        _read(examples, family, needs_labels=True),
+        _read(examples, family, ("input_ids", "labels")),
         family,
         pad_token_id(processor),
         max_length,
@@ -76,9 +76,8 @@ def pad_collate_fn(
     )
 
 
-def _read(examples: Sequence[Mapping[str, Any]], family: Family, *, needs_labels: bool) -> list[Sample]:
-    """Parse the samples of a batch; raise :class:`ConfigError` if ids or labels are missing."""
-    needed = ("input_ids", "labels") if needs_labels else ("input_ids",)
+def _read(examples: Sequence[Mapping[str, Any]], family: Family, needed: tuple[str, ...]) -> list[Sample]:
+    """Parse the samples of a batch; raise :class:`ConfigError` if one lacks what is ``needed``."""
     for index, example in enumerate(examples):
         missing = [key for key in needed if example.get(key) is None]
         if missing:
@@ -123,10 +122,9 @@ def pad_samples(
     pad: int,
     *,
     side: str = "right",
-    needs_labels: bool = False,
 ) -> dict[str, Any]:
     """Return the batch of :func:`pad_collate_fn` before the shift and without counts."""
-    return _pad(_read(samples, family, needs_labels=needs_labels), family, pad, None, side)
+    return _pad(_read(samples, family, ("input_ids",)), family, pad, None, side)
 
 
 def _pad(
@@ -164,8 +162,7 @@ def _one_row_each(key: str, tensors: Sequence[torch.Tensor | None]) -> list[torc
     like = next(tensor for tensor in tensors if tensor is not None)
     wrong = [tuple(t.shape) for t in tensors if t is not None and (t.dim() == 0 or len(t) != 1)]
     if wrong:
-        what = f"'{key}' of a sample has shape {wrong[0]}, expected one entry along axis 0"
-        raise ConfigError(what, setting=key, value=wrong[0])
+        raise ConfigError.of(key, wrong[0], "expected one entry along axis 0 for each sample")
     return [torch.zeros_like(like) if tensor is None else tensor for tensor in tensors]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from logging import getLogger
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from packhorse.collate.finish import add_counts, records_of, row_order, sample_k
 from packhorse.collate.packer import cast_pixels, media_keys, stack_tokens
 from packhorse.collate.raw_examples import (
     Example,
-    MediaFit,
+    can_be_cut,
     keep_fitting_media,
     read_examples,
     record_truncation,
@@ -78,7 +79,8 @@ def collate_batched(
         read = drop_overlong(read, rows.lengths, max_length, records)
         rows = encode(read)
     elif max_length is not None:
-        fits = MediaFit(media_ids(encoder) if media_tokens is None else media_tokens, max_length)
+        known = media_ids(encoder) if media_tokens is None else media_tokens
+        fits = partial(can_be_cut, media_ids=known, max_length=max_length)
         shorter = [
             keep_fitting_media(example, rows.ids(row), lambda shorter: encode([shorter]).ids(0), fits)[0]
             for row, example in enumerate(read)
@@ -162,11 +164,13 @@ def _visible_lengths(batch: Mapping[str, Any]) -> list[int]:
     mask = batch.get("attention_mask")
     if mask is None:
         return [batch["input_ids"].shape[1]] * len(batch["input_ids"])
-    visible = [row.nonzero().flatten() for row in mask]
-    return [int(tokens[-1] - tokens[0]) + 1 if len(tokens) else 0 for tokens in visible]
+    return [after - first for first, after in map(visible_span, mask)]
 
 
-# --- fake images ------------------------------------------------------------------------------------------
+def visible_span(mask: torch.Tensor) -> tuple[int, int]:
+    """Return the first and after-last token of a row that is attended to."""
+    visible = mask.nonzero().flatten()
+    return (int(visible[0]), int(visible[-1]) + 1) if len(visible) else (0, 0)
 
 
 def _hide_fakes(batch: dict[str, Any], examples: Sequence[Example], encoder: Encoder) -> dict[str, Any]:
@@ -199,9 +203,6 @@ def fake_span(ids: Sequence[int], example: Example, encoder: Encoder) -> tuple[i
         )
         return 0, 0
     return tokens[0], tokens[-1] + 1
-
-
-# --- calls ------------------------------------------------------------------------------------------------
 
 
 class Decoded(NamedTuple):

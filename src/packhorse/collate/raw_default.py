@@ -66,13 +66,9 @@ def default_collate_fn(
     if not examples:
         return {}
     if not hasattr(processor, "apply_chat_template"):
-        name = type(processor).__name__
-        raise ConfigError(
-            f"the processor, a {name}, has no apply_chat_template: use the function that "
-            "packhorse.collate_fns.COLLATE_FNS has for it, or pad_collate_fn on encoded samples",
-            setting="processor",
-            value=name,
-        )
+        why = "it has no apply_chat_template: use the function that packhorse.collate_fns.COLLATE_FNS has"
+        why += " for it, or pad_collate_fn on encoded samples"
+        raise ConfigError.of("processor", type(processor).__name__, why)
     encoder = Encoder(processor)
     if can_encode(encoder) and _post_tokenize_hook is None:
         return collate_encoded(

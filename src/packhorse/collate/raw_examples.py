@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -58,11 +59,10 @@ def read_examples(
     check_present(examples)
     for index, example in enumerate(examples):
         if "input_ids" in example and "conversation" not in example:
-            raise ConfigError(
-                f"sample {index} of the batch has input_ids and no conversation: these samples are already "
-                "encoded, use pad_collate_fn",
-                setting="conversation",
+            what = (
+                f"sample {index} of the batch has no conversation: it is already encoded, use pad_collate_fn"
             )
+            raise ConfigError(what, setting="conversation")
     encoder.check_template()
     read = []
     for example, key in zip(examples, keys_of(examples), strict=True):
@@ -99,12 +99,13 @@ def collate_encoded(
     if max_length is not None and drop_longer:
         samples = drop_overlong(samples, list(map(len, samples)), max_length, records)
     elif max_length is not None:
-        fits = MediaFit(encoder.media_token_ids, max_length)
+
+        def fits(sample: Sample) -> bool:
+            return can_be_cut(sample.tokens["input_ids"], encoder.media_token_ids, max_length)
+
         for index, (example, sample) in enumerate(zip(read, samples, strict=True)):
             if len(sample) > max_length:
-                kept, shorter = keep_fitting_media(
-                    example, sample, encode, lambda encoded: fits(encoded.tokens["input_ids"])
-                )
+                kept, shorter = keep_fitting_media(example, sample, encode, fits)
                 record_truncation(example, kept, len(sample), max_length, records)
                 samples[index] = shorter.cut(slice(max_length))
     return pad_labelled(samples, encoder, records, max_length, pixel_dtype=pixel_dtype, side=side)
@@ -127,23 +128,13 @@ def pad_labelled(
     return collate_samples(samples, encoder.family, pad, max_length, side=side, pixel_dtype=pixel_dtype)
 
 
-# --- truncation -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class MediaFit:
-    """Whether ids [S] can be cut to ``max_length`` without cutting inside or before a media item."""
-
-    media_ids: frozenset[int]
-    max_length: int
-
-    def __call__(self, ids: torch.Tensor) -> bool:
-        """Return whether they can be cut."""
-        if len(ids) <= self.max_length:
-            return True
-        media = torch.isin(ids, torch.tensor(sorted(self.media_ids), dtype=ids.dtype)).nonzero()
-        # The label shift cuts one token more.
-        return not len(media) or int(media[-1]) < self.max_length - 1
+def can_be_cut(ids: torch.Tensor, media_ids: frozenset[int], max_length: int) -> bool:
+    """Return whether ids [S] can be cut to ``max_length`` without cutting inside or before a media item."""
+    if len(ids) <= max_length:
+        return True
+    # The label shift cuts one token more.
+    cut = ids[max_length - 1 :]
+    return not bool(torch.isin(cut, torch.tensor(sorted(media_ids), dtype=ids.dtype)).any())
 
 
 def keep_fitting_media(
@@ -156,13 +147,11 @@ def keep_fitting_media(
     """
     if fits(encoded):
         return example, encoded
-    tried: dict[int, tuple[Example, T]] = {}
 
+    @cache
     def encode_first(number: int) -> tuple[Example, T]:
-        if number not in tried:
-            shorter = _first_media(example, number)
-            tried[number] = shorter, encode(shorter)
-        return tried[number]
+        shorter = _first_media(example, number)
+        return shorter, encode(shorter)
 
     numbers = range(1, len(example.conversation.media))
     kept = bisect_left(numbers, True, key=lambda number: not fits(encode_first(number)[1]))

@@ -17,6 +17,7 @@ from packhorse.chat import (
     content_text,
     is_transformers,
     pad_token_id,
+    token_id,
     token_keys,
     tokenizer_of,
 )
@@ -28,11 +29,12 @@ from packhorse.collate.raw_batched import (
     collate_batched,
     decode,
     render_examples,
+    visible_span,
     with_padding,
 )
 from packhorse.collate.raw_default import default_collate_fn, llava_onevision_collate_fn, qwen2_5_collate_fn
 from packhorse.collate.raw_examples import Example, collate_encoded, read_examples
-from packhorse.collate.raw_labels import find_all, token_id
+from packhorse.collate.raw_labels import find_all
 from packhorse.collate.raw_qwen_omni import qwen3_omni_collate_fn
 from packhorse.encode.robust import SampleBatch
 from packhorse.errors import ConfigError
@@ -105,17 +107,14 @@ def _inject_thinking_prefix_tokens(batch: Mapping[str, Any], tokenizer: Tokenize
     """
     marker, prefix = _patterns(tokenizer)
     ids = batch["input_ids"]
-    insertions = [_missing_prefixes(row, marker, prefix) for row in ids.tolist()]
+    ends = ((row, [at + len(marker) for at in find_all(row, marker)]) for row in ids.tolist())
+    insertions = [[end for end in after if row[end : end + len(prefix)] != prefix] for row, after in ends]
     if not any(insertions):
         return dict(batch)
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None and len(set(map(len, insertions))) > 1:
-        raise ConfigError(
-            "the tokenizer has no pad token, and rows with more answers become longer: set "
-            "tokenizer.pad_token",
-            setting="tokenizer.pad_token",
-        )
-    spans = [_visible_span(row) for row in batch.get("attention_mask", torch.ones_like(ids))]
+        pad_token_id(tokenizer)  # raises: rows with more answers become longer
+    spans = [visible_span(row) for row in batch.get("attention_mask", torch.ones_like(ids))]
     keys = [
         key
         for key, value in batch.items()
@@ -140,18 +139,6 @@ def _inject_thinking_prefix_tokens(batch: Mapping[str, Any], tokenizer: Tokenize
 
 def _patterns(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     return text_ids(tokenizer, _GEMMA4_MODEL_TURN), text_ids(tokenizer, _GEMMA4_THINKING_PREFIX)
-
-
-def _missing_prefixes(ids: list[int], marker: list[int], prefix: list[int]) -> list[int]:
-    """Return the indices after each marker that the prefix does not follow."""
-    ends = [start + len(marker) for start in find_all(ids, marker)]
-    return [end for end in ends if ids[end : end + len(prefix)] != prefix]
-
-
-def _visible_span(mask: torch.Tensor) -> tuple[int, int]:
-    """Return the first and after-last token of a row that is attended to."""
-    visible = mask.nonzero().flatten()
-    return (int(visible[0]), int(visible[-1]) + 1) if len(visible) else (0, 0)
 
 
 def _insert(row: torch.Tensor, positions: Sequence[int], values: Sequence[int]) -> torch.Tensor:

@@ -8,7 +8,7 @@ tried if the one before is not certain: align the rendered conversation with the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +23,7 @@ from packhorse.chat import (
     answer_spans,
     content_text,
     label_tokens,
+    token_id,
 )
 from packhorse.collate.finish import Records, logger
 from packhorse.errors import ConfigError
@@ -87,38 +88,29 @@ def build_labels(
     A space that the template writes before an answer may change its first token, so that may differ. The
     token that ends the turn is supervised too. An answer that is not found is logged.
     """
-    encoder = Encoder(processor)
-    media, labels = media_ids(encoder), torch.full_like(input_ids_batch, IGNORE_INDEX)
-    for row, ids, turns in _rows(input_ids_batch, conversations):
-        labels[row] = torch.tensor(_search_answers(ids, turns, encoder, media), dtype=labels.dtype)
+    labels = make_labels(input_ids_batch, conversations, Encoder(processor), search=True)
     Records().record_unsupervised(labels.unbind(), [""] * len(labels))
     return labels
 
 
 def make_labels(
-    input_ids_batch: torch.Tensor, conversations: Sequence[Turns], encoder: Encoder
+    input_ids_batch: torch.Tensor, conversations: Sequence[Turns], encoder: Encoder, *, search: bool = False
 ) -> torch.Tensor:
-    """Build labels as :func:`build_labels_from_template` does, without recording unsupervised rows."""
+    """Build labels as :func:`build_labels_from_template` does, without recording unsupervised rows.
+
+    With ``search``, as :func:`build_labels` does.
+    """
+    if len(input_ids_batch) != len(conversations):
+        expected = f"expected as many as rows of ids ({len(input_ids_batch)})"
+        raise ConfigError.of("conversations", len(conversations), expected)
     media, labels = media_ids(encoder), torch.full_like(input_ids_batch, IGNORE_INDEX)
-    for row, ids, turns in _rows(input_ids_batch, conversations):
-        for label in (_align_text, _label_between_markers, _search_answers):
+    ways = (_search_answers,) if search else (_align_text, _label_between_markers, _search_answers)
+    for row, ids, turns in zip(labels, input_ids_batch.tolist(), conversations, strict=True):
+        for label in ways:
             with suppress(CannotAlign):
-                labels[row] = torch.tensor(label(ids, turns, encoder, media), dtype=labels.dtype)
+                row[:] = torch.tensor(label(ids, turns, encoder, media))
                 break
     return labels
-
-
-def _rows(
-    input_ids_batch: torch.Tensor, conversations: Sequence[Turns]
-) -> Iterator[tuple[int, list[int], Turns]]:
-    if len(input_ids_batch) != len(conversations):
-        raise ConfigError(
-            f"{len(input_ids_batch)} rows of ids for {len(conversations)} conversations",
-            setting="conversations",
-            value=len(conversations),
-        )
-    for row, turns in enumerate(conversations):
-        yield row, input_ids_batch[row].tolist(), turns
 
 
 def media_ids(encoder: Encoder) -> frozenset[int]:
@@ -134,9 +126,6 @@ def media_ids(encoder: Encoder) -> frozenset[int]:
         getattr(owner, f"{kind}_token_id", None) for owner in (processor, tokenizer) for kind in MEDIA_KINDS
     )
     return known | {token for token in ids if isinstance(token, int)}
-
-
-# --- the rendered text aligned with the ids ---------------------------------------------------------------
 
 
 def _align_text(ids: list[int], conversation: Turns, encoder: Encoder, media: frozenset[int]) -> list[int]:
@@ -160,9 +149,6 @@ def _align_text(ids: list[int], conversation: Turns, encoder: Encoder, media: fr
     ]
 
 
-# --- turn markers -----------------------------------------------------------------------------------------
-
-
 def _get_assistant_marker(tokenizer: Tokenizer) -> list[int] | None:
     r"""Return the ids of ``<|im_start|>assistant\n``; None if ``<|im_start|>`` is not one token."""
     start = token_id(tokenizer, _IM_START)
@@ -175,16 +161,6 @@ def _get_assistant_marker(tokenizer: Tokenizer) -> list[int] | None:
 def _get_stop_token_id(tokenizer: Tokenizer) -> int | None:
     """Return the id of ``<|im_end|>``; None if the tokenizer has no such token."""
     return token_id(tokenizer, _IM_END)
-
-
-def token_id(tokenizer: Tokenizer, token: str) -> int | None:
-    """Return the id of a token; None if the tokenizer has no such token."""
-    convert = getattr(tokenizer, "convert_tokens_to_ids", None)
-    if convert is None:
-        return None
-    number = convert(token)
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    return None if not isinstance(number, int) or number == unknown else number
 
 
 def _markers(encoder: Encoder) -> tuple[list[int], int]:
@@ -213,7 +189,7 @@ def _label_between_markers(
     starts = find_all(ids, marker)
     typed_stops: list[int | None] = []  # by marker: stop tokens typed in its answer; None if it is typed
     for turn in conversation:
-        typed = _tokens_or_nothing(_extract_assistant_text(turn), encoder)
+        typed = tokens_or_nothing(_extract_assistant_text(turn), encoder)
         if turn.get("role") == "assistant":
             typed_stops.append(typed.count(stop))
         typed_stops.extend([None] * len(find_all(typed, marker)))
@@ -243,9 +219,6 @@ def _supervise(labels: list[int], ids: Sequence[int], start: int, end: int, medi
     labels[start:end] = [token if token not in media else IGNORE_INDEX for token in ids[start:end]]
 
 
-# --- search -----------------------------------------------------------------------------------------------
-
-
 def _search_answers(
     ids: list[int], conversation: Turns, encoder: Encoder, media: frozenset[int]
 ) -> list[int]:
@@ -263,7 +236,7 @@ def _search_answers(
         if start >= 0 and _find_pattern_indices(ids, ids[start:end], start + 1)[0] >= 0:
             # It occurs more than once: search after the questions.
             for question in questions:
-                pattern = _tokens_or_nothing(question.strip(), encoder)
+                pattern = tokens_or_nothing(question.strip(), encoder)
                 after = _find_pattern_indices(ids, pattern, position, allow_first_token_mismatch=True)[1]
                 position = max(position, after)
             start, end = _find_answer(ids, text, position, encoder.tokenizer)
@@ -343,7 +316,7 @@ def _decode_single_token(tokenizer: Any, token_id: int) -> str:
     return str(token_id)
 
 
-def _tokens_or_nothing(text: str, encoder: Encoder) -> list[int]:
+def tokens_or_nothing(text: str, encoder: Encoder) -> list[int]:
     """Tokenize a text; return nothing if a stub cannot take it."""
     try:
         return text_ids(encoder.tokenizer, text) if text else []

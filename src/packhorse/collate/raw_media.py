@@ -6,13 +6,13 @@ Nothing here decodes a pixel.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from PIL import Image
 
 from packhorse.chat import CannotAlign, Processor, Turns, rejected_by_template, template_errors
 from packhorse.collate.finish import Records
-from packhorse.collate.raw_labels import _extract_assistant_text
+from packhorse.collate.raw_labels import _extract_assistant_text, tokens_or_nothing
 from packhorse.errors import BadSample, ConfigError, list_some
 from packhorse.families import Encoder
 from packhorse.families.processor_call import plain_turns, render, text_ids, tolerated_errors
@@ -21,13 +21,7 @@ from packhorse.media import image_size
 from packhorse.media.images import image_tokens
 from packhorse.types import MEDIA_KINDS, MediaRef
 
-
-class _Keyed(Protocol):
-    @property
-    def key(self) -> str: ...
-
-
-Keyed = TypeVar("Keyed", bound=_Keyed)
+Keyed = TypeVar("Keyed", bound=Any)  # a sample or an example: it has a key
 
 
 def _extract_media_from_conversations(
@@ -59,16 +53,11 @@ def _ensure_rgb(conversations: Sequence[Turns]) -> Sequence[Turns]:
     return conversations
 
 
-def _extract_image_config(processor: Processor) -> dict[str, int] | None:
-    """Return the geometry of Qwen-like images; see :func:`packhorse.formats.estimate.image_config`."""
-    return image_config(processor)
-
-
 def _estimate_media_tokens(conversation: Turns, processor: Processor) -> int:
     """Estimate the tokens of a conversation's media beyond one placeholder each.
 
     Exact for listed families (brackets and timestamps around a media item are not counted); for others,
-    images by the geometry of :func:`_extract_image_config`. A media item of unknown size, or one that cannot
+    images by the geometry of :func:`image_config`. A media item of unknown size, or one that cannot
     be read, counts 0. Reads one header per media item.
     """
     return _media_tokens(conversation, Encoder(processor))
@@ -153,17 +142,9 @@ def token_length(conversation: Turns, encoder: Encoder, key: str = "") -> int:
     except template_errors() as error:
         raise rejected_by_template(error, key, "collate") from error
     except tolerated_errors(encoder.processor, CannotAlign, ConfigError):
-        text = _length_of_texts(conversation, encoder)
+        texts = map(_extract_assistant_text, conversation)  # a processor that cannot render
+        text = sum(len(tokens_or_nothing(text, encoder)) for text in texts)
     return text + _media_tokens(conversation, encoder)
-
-
-def _length_of_texts(conversation: Turns, encoder: Encoder) -> int:
-    """Return the tokens of the turns' texts, for a processor that cannot render."""
-    try:
-        texts = filter(None, map(_extract_assistant_text, conversation))
-        return sum(len(text_ids(encoder.tokenizer, text)) for text in texts)
-    except tolerated_errors(encoder.processor):
-        return 0
 
 
 def _media(conversation: Turns) -> Iterator[MediaRef]:

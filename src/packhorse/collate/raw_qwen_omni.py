@@ -14,7 +14,7 @@ from PIL import Image
 
 from packhorse.chat import Processor
 from packhorse.collate.finish import records_of
-from packhorse.collate.raw_batched import collate_batched, fake_span, fill_media, render_examples
+from packhorse.collate.raw_batched import call_with_texts, collate_batched, fake_span, fill_media
 from packhorse.collate.raw_examples import Example, pad_labelled, read_examples
 from packhorse.errors import MissingDependency
 from packhorse.families import Encoded, Encoder
@@ -68,12 +68,19 @@ def qwen3_omni_collate_fn(
     def load(example: Example) -> _Media:
         return _load_media(example, encoder, process, use_audio_in_video)
 
-    def call_processor(read: Sequence[Example], encoder: Encoder) -> Mapping[str, Any]:
-        media, texts = list(map(load, read)), render_examples(read, encoder)
-        return _call_stub(processor, texts, media, use_audio_in_video)
+    def call_stub(read: Sequence[Example], encoder: Encoder) -> Mapping[str, Any]:
+        media = list(map(load, read))
+        given: dict[str, Any] = {
+            "audio": [item for sample in media for item in sample.audio],
+            "images": [item for sample in media for item in sample.images],
+            "videos": [item for sample in media for item in sample.videos],
+        }
+        if given["videos"]:
+            given["use_audio_in_video"] = use_audio_in_video
+        return call_with_texts(read, encoder, padding=True, **given)
 
     if not can_encode(encoder):
-        return collate_batched(examples, encoder, call_processor)
+        return collate_batched(examples, encoder, call_stub)
     samples = [
         _encode(example, load(example), encoder, use_audio_in_video)
         for example in read_examples(examples, encoder)
@@ -89,9 +96,6 @@ def _import_process_mm_info() -> ProcessMedia:
             "Qwen3-Omni's media go through the package 'qwen_omni_utils': pip install qwen-omni-utils"
         ) from error
     return function
-
-
-# --- media --------------------------------------------------------------------------------------------------
 
 
 def _load_media(
@@ -129,24 +133,6 @@ def _part_for_package(ref: MediaRef, encoder: Encoder) -> dict[str, Any]:
         sampled = len(video.frames) / metadata.total_num_frames * metadata.fps
         rates = {"sample_fps": sampled, "raw_fps": metadata.fps}
     return {"video": [Image.fromarray(frame) for frame in video.frames], **rates}
-
-
-# --- calls --------------------------------------------------------------------------------------------------
-
-
-def _call_stub(
-    processor: Processor, texts: list[str], media: Sequence[_Media], use_audio_in_video: bool
-) -> dict[str, Any]:
-    """Call a processor of no listed family: plain options, and only the media that there are."""
-    given: dict[str, Any] = {
-        "audio": [item for sample in media for item in sample.audio],
-        "images": [item for sample in media for item in sample.images],
-        "videos": [item for sample in media for item in sample.videos],
-    }
-    options = {name: items for name, items in given.items() if items}
-    if given["videos"]:
-        options["use_audio_in_video"] = use_audio_in_video
-    return dict(call(processor, text=texts, return_tensors="pt", padding=True, **options))
 
 
 def _encode(example: Example, media: _Media, encoder: Encoder, use_audio_in_video: bool) -> Sample:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from packhorse.collate.finish import add_counts, finish_labels
 from packhorse.collate.packed import Pack, PackedRows, neat_packed_vlm_collater, read_packs
@@ -49,8 +50,9 @@ def packed_sequence_thd_vlm_collater(
     made = rows.tokens()
     made, segments = rows.contiguous(made, rows.bidirectional(made) is not None, "Transformer Engine")
     del made["attention_mask"]
-    made["seq_lens"] = _to_tensor(segments.lengths, seq_lens_padding_value)
-    made["seq_lens_padded"] = _to_tensor(segments.padded, seq_lens_padding_value)
+    for key, rows_of_lengths in (("seq_lens", segments.lengths), ("seq_lens_padded", segments.padded)):
+        tensors = [torch.tensor(lengths, dtype=torch.long) for lengths in rows_of_lengths]
+        made[key] = pad_sequence(tensors, batch_first=True, padding_value=seq_lens_padding_value)
     made["qkv_format"] = "thd"
     made |= rows.media(pixel_dtype, media_layout)
     return add_counts(finish_labels(made), [pack.num_items for pack in rows.packs])
@@ -71,8 +73,3 @@ def packed_collater(
     if config.packing_format == "thd":
         return partial(packed_sequence_thd_vlm_collater, **options)
     return partial(neat_packed_vlm_collater, attn_implementation=config.attn_implementation, **options)
-
-
-def _to_tensor(lengths: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
-    width = max(len(row) for row in lengths)
-    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in lengths])

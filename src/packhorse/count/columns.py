@@ -28,7 +28,8 @@ def count_schema(metadata: Mapping[str, str] | None = None) -> pa.Schema:
     """Return the Arrow schema of a sidecar.
 
     ``media`` has the media of a row in the order of the text; ``kind`` is an index of ``MEDIA_KINDS``, and
-    what does not apply to a kind, or is unknown, is 0.
+    what does not apply to a kind, or is unknown, is 0. ``settings`` are the item's settings for its size, as
+    JSON; empty without any.
     """
     import pyarrow as pa
 
@@ -36,6 +37,7 @@ def count_schema(metadata: Mapping[str, str] | None = None) -> pa.Schema:
         pa.field("kind", pa.int8(), nullable=False),
         *(pa.field(name, pa.int32(), nullable=False) for name in _MEDIA_INTEGERS),
         *(pa.field(name, pa.float64(), nullable=False) for name in _MEDIA_NUMBERS),
+        pa.field("settings", pa.string(), nullable=False),
     ]
     columns = [
         *(pa.field(name, pa.int32(), nullable=False) for name in COUNTS),
@@ -134,7 +136,7 @@ class MediaColumns:
 
     ``kind`` is an index of :data:`packhorse.types.MEDIA_KINDS`; ``height``, ``width`` and ``frames`` are 0
     for audio, ``samples`` for images; ``frames`` are those that the model gets, ``fps`` and ``duration`` the
-    video's own (0 if unknown).
+    video's own (0 if unknown). ``settings`` are the item's settings for its size, as JSON; empty without any.
     """
 
     offsets: Integers
@@ -147,6 +149,7 @@ class MediaColumns:
     patches: Integers
     fps: Floats
     duration: Floats
+    settings: Texts
 
     @classmethod
     def of(cls, batches: Sequence[pa.RecordBatch]) -> MediaColumns:
@@ -162,7 +165,8 @@ class MediaColumns:
 
         integers = {name: concat(name, np.int64) for name in _MEDIA_INTEGERS}
         numbers = {name: concat(name, np.float64) for name in _MEDIA_NUMBERS}
-        return cls(offsets=offsets, kind=concat("kind", np.int8), **integers, **numbers)
+        texts = np.concatenate([np.empty(0, object), *(_to_texts(part.field("settings")) for part in flat)])
+        return cls(offsets=offsets, kind=concat("kind", np.int8), settings=texts, **integers, **numbers)
 
 
 def _to_array(column: pa.Array | pa.ChunkedArray, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

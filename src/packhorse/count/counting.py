@@ -132,6 +132,8 @@ def count_meta(
         check_media_dir(config)
     configs = [with_absolute_paths(config) for config in named]
     work = PartCounter(processor, trust_remote_code)
+    for config in named:
+        work.counter.encoder.check_dataset_settings(config.name, config.rules.media_settings)
     files = [open_dataset_rows(config, index_dir) for config in configs]
     stores: dict[Path, PartStore] = {}  # by sidecar: datasets may share a file
     of_dataset: list[PartStore] = []

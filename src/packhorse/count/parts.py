@@ -8,6 +8,7 @@ in memory, whatever the size of a part.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -22,6 +23,7 @@ from packhorse.count.columns import COUNTS, OK, count_schema
 from packhorse.count.sidecar import CHECK, batch_digest, counter_settings, data_source
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Encoder
+from packhorse.families.media_sizes import ConfiguredSize
 from packhorse.families.models import open_processor
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.convert import convert_row
@@ -304,7 +306,7 @@ class CountedRows:
         self.weight: list[float] = []
         self.status: list[str] = []
         self.detail: list[str] = []
-        self.media: list[list[tuple[int | float, ...]]] = []
+        self.media: list[list[tuple[int | float | str, ...]]] = []
 
     def add(self, row: Counted | BadSample) -> None:
         """Append a row's count, or why it has none."""
@@ -333,9 +335,11 @@ class CountedRows:
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _media_values(item: MediaItemCount) -> tuple[int | float, ...]:
+def _media_values(item: MediaItemCount) -> tuple[int | float | str, ...]:
     """Return a media item's values in the order of ``count_schema``."""
-    size = item.size
+    size, settings = item.size, ""
+    if isinstance(size, ConfiguredSize):
+        settings, size = json.dumps(dict(size.settings)), size.original
     height = width = frames = samples = 0
     fps = duration = 0.0
     if isinstance(size, VideoInfo):
@@ -346,4 +350,4 @@ def _media_values(item: MediaItemCount) -> tuple[int | float, ...]:
     else:
         samples = size
     kind = MEDIA_KINDS.index(item.kind)
-    return kind, height, width, frames, samples, item.tokens, item.patches, fps, duration
+    return kind, height, width, frames, samples, item.tokens, item.patches, fps, duration, settings

@@ -20,9 +20,9 @@ from typing import Any, cast
 
 from packhorse.chat import IGNORE_INDEX, Answer, CannotAlign, Span, compile_tokens, label_tokens
 from packhorse.errors import BadSample, naming
-from packhorse.families import Encoder, MediaSize
+from packhorse.families import Encoder
 from packhorse.families.encoder import processor_errors, spans_by_weight
-from packhorse.families.media_sizes import Pieces
+from packhorse.families.media_sizes import AnySize, Pieces
 from packhorse.types import Conversation, MediaKind, MediaRef, TokenCount
 
 COUNTER_VERSION = 4
@@ -175,7 +175,7 @@ class MediaItemCount:
     """One media item: its kind, size, content tokens and patches."""
 
     kind: MediaKind
-    size: MediaSize
+    size: AnySize
     tokens: int
     patches: int
 

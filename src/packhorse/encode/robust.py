@@ -179,12 +179,12 @@ class ReplacingDataset(Dataset[Any]):
                 self.record(idx, error, f"; {self.key(other)} instead", replaced=True)
                 return sample
             last = outcome.error
-        raise ReplacementsFailed(
-            f"sample {self.key(idx)} failed ({error.detail}), {self.max_retries} replacements too; "
-            f"the last: {last.detail}",
-            1 + self.max_retries,
-            last,
-        )
+        raise _replacements_failed(f"sample {self.key(idx)} failed", error, self.max_retries, last)
+
+
+def _replacements_failed(what: str, error: BadSample, retries: int, last: BadSample) -> ReplacementsFailed:
+    message = f"{what} ({error.detail}), {retries} replacements too; the last: {last.detail}"
+    return ReplacementsFailed(message, 1 + retries, last)
 
 
 def dataset_key(dataset: Rows, index: int) -> str:
@@ -221,13 +221,10 @@ class RobustDatasetWrapper(ReplacingDataset):
         _, sample = self.read(idx)
         if not self.preload_media:
             return sample
-        return inject_fake_image(preload_media(sample, sampling=self._sampling(sample)))
-
-    def _sampling(self, sample: Any) -> VideoSampling | None:
-        """Return how the processor samples frames; None without a video (not every processor defines it)."""
-        if self.processor is None or all(r.kind != "video" for r in parse_conversation(sample).media):
-            return None
-        return VideoSampling.from_processor(self.processor)
+        sampling = None  # without a video: not every processor defines it
+        if self.processor is not None and any(r.kind == "video" for r in parse_conversation(sample).media):
+            sampling = VideoSampling.from_processor(self.processor)
+        return inject_fake_image(preload_media(sample, sampling=sampling))
 
 
 def check_consecutive(failures: int, limit: int, what: str, last: BadSample) -> None:
@@ -364,12 +361,7 @@ class _RobustCollate:
         raise self._give_up(error, last)
 
     def _give_up(self, error: BadSample, last: BadSample) -> ReplacementsFailed:
-        return ReplacementsFailed(
-            f"collating a batch failed ({error.detail}), {self.max_retries} replacements too; "
-            f"the last: {last.detail}",
-            1 + self.max_retries,
-            last,
-        )
+        return _replacements_failed("collating a batch failed", error, self.max_retries, last)
 
 
 def _batch_failure(error: BadSample, *, named: bool) -> BadSample:

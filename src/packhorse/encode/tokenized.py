@@ -94,11 +94,8 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         """Encode one sample; BadSample if it cannot be encoded, or is too long."""
         key, example = self.read(idx)
         if example is None:
-            raise ConfigError(
-                f"the dataset returns None for sample {idx}: pass the dataset itself, not a "
-                "RobustDatasetWrapper around it; PreTokenizedDatasetWrapper has its own on_bad",
-                setting="dataset",
-            )
+            what = f"the dataset returns None for sample {idx}: pass it without a RobustDatasetWrapper, as "
+            raise ConfigError(f"{what}PreTokenizedDatasetWrapper has its own on_bad", setting="dataset")
         return self.encode(example, key)
 
     def encode(self, example: Mapping[str, Any], key: str) -> Sample:
@@ -115,7 +112,9 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         sample, cut = self._encode_labelled(*self._with_fake_image(example, conversation)), ""
         if self.max_length is not None and len(sample) > self.max_length:
             sample, cut = self._shorten(example, key, len(sample), self.max_length)
-        self._check_end(sample, key)
+        if int(sample.tokens["input_ids"][-1]) in self.encoder.media_token_ids:
+            detail = "the last token belongs to a media item and would be cut when labels are shifted"
+            raise BadSample(detail, reason="media_mismatch", key=key, stage="encode")
         if cut:
             self._remark(key, "truncated", cut, "cut")
         if sample.labels is None or not (sample.labels != IGNORE_INDEX).any():
@@ -161,12 +160,6 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
 
     def _media_tokens(self, ids: torch.Tensor) -> Counter[int]:
         return Counter(token for token in ids.tolist() if token in self.encoder.media_token_ids)
-
-    def _check_end(self, sample: Sample, key: str) -> None:
-        """Raise if a sample ends in a media item: shifting labels by one cuts the last token."""
-        if int(sample.tokens["input_ids"][-1]) in self.encoder.media_token_ids:
-            detail = "the last token belongs to a media item and would be cut when labels are shifted"
-            raise BadSample(detail, reason="media_mismatch", key=key, stage="encode")
 
     def _shorten(self, example: Mapping[str, Any], key: str, length: int, limit: int) -> tuple[Sample, str]:
         """Return the sample without what does not fit, and a description of the cut."""
@@ -217,17 +210,12 @@ def run_hook(hook: Hook, result: dict[str, Any], processor: Processor) -> Mappin
     except BadSample:
         raise
     except DATA_ERRORS as error:  # a mistake in the hook cannot be distinguished from a bad sample
-        raise ConfigError(
-            f"the post_tokenize_hook failed: {type(error).__name__}: {error} (it may raise "
-            "packhorse.errors.BadSample to reject a sample)",
-            setting="post_tokenize_hook",
-        ) from error
+        what = (
+            f"post_tokenize_hook failed: {type(error).__name__}: {error} (raise BadSample to reject a sample)"
+        )
+        raise ConfigError(what, setting="post_tokenize_hook") from error
     if not isinstance(changed, Mapping) or "input_ids" not in changed:
         name = type(changed).__name__
-        raise ConfigError(
-            f"the post_tokenize_hook returned a {name} without input_ids: expected the tensors that it was "
-            "given, changed or not",
-            setting="post_tokenize_hook",
-            value=name,
-        )
+        what = f"post_tokenize_hook returned a {name} without input_ids: expected the tensors it was given"
+        raise ConfigError(what, setting="post_tokenize_hook", value=name)
     return changed

@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import groupby
 from logging import getLogger
@@ -38,10 +38,9 @@ from packhorse.chat import (
     TokenizedText,
     answer_spans,
     chat_templates,
-    is_transformers,
+    label_tokens,
     rejected_by_template,
     special_tokens,
-    supervised_tokens,
     template_errors,
     token_ids,
     with_repeated_tokens,
@@ -56,10 +55,16 @@ from packhorse.errors import (
     machine_fault,
     raise_with_name,
 )
+from packhorse.families.item_options import check_own_call, with_item_options, with_options
 from packhorse.families.media_sizes import (
+    AnySize,
+    CallOptions,
+    ConfiguredSize,
     Pieces,
     Sizes,
+    check_equal_frames,
     fill_placeholders,
+    plain_size,
     shorten,
     size_of,
     split_runs,
@@ -77,6 +82,8 @@ from packhorse.media import (
     load_media,
     placeholder_media,
 )
+from packhorse.media.failure import DEFAULT_MAX_BYTES, check_bytes
+from packhorse.media.settings import DATASET_SETTINGS, canonical_name, size_names, size_settings
 from packhorse.types import (
     MEDIA_KINDS,
     Conversation,
@@ -99,30 +106,46 @@ PROCESSOR_ERRORS = (ValueError, ArithmeticError)
 """What a processor raises for a media item that it rejects; some divide by a side of 0."""
 
 _ALL_FRAMES = VideoSampling()
+_MAX_OPTIONS = 1 << 12  # encoders remembered by the options of an item
 _REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedMedia:
-    """Decoded media of one conversation, each kind in the order of the text."""
+    """Decoded media of one conversation, each kind in the order of the text.
+
+    ``configured`` has the sizes of images and videos with settings of their own, by kind and position.
+    """
 
     images: list[Image.Image]
     videos: list[VideoFrames]
     audios: list[tuple[np.ndarray, int]]
+    configured: dict[tuple[MediaKind, int], ConfiguredSize] = field(default_factory=dict)
 
-    def sizes(self, order: Iterable[MediaKind] | None = None) -> list[tuple[MediaKind, MediaSize]]:
+    def sizes(self, order: Iterable[MediaKind] | None = None) -> list[tuple[MediaKind, AnySize]]:
         """Kind and size of each media item: kinds in ``order``, or all images, then videos, then audio."""
-        sizes: dict[MediaKind, Iterator[MediaSize]] = {
+        plain: dict[MediaKind, Iterator[MediaSize]] = {
             "image": ((image.height, image.width) for image in self.images),
-            "video": (_info_of(video) for video in self.videos),
+            "video": (info_of(video) for video in self.videos),
             "audio": (len(array) for array, _ in self.audios),
+        }
+        sizes: dict[MediaKind, Iterator[AnySize]] = {
+            kind: iter([self.configured.get((kind, at), size) for at, size in enumerate(of_kind)])
+            for kind, of_kind in plain.items()
         }
         if order is None:
             return [(kind, size) for kind, of_kind in sizes.items() for size in of_kind]
         return [(kind, next(sizes[kind])) for kind in order]
 
+    def options(self, kind: MediaKind) -> list[CallOptions]:
+        """Options of the processor's call for each image or video; empty if none has settings of its own."""
+        items = len(self.images if kind == "image" else self.videos)
+        found = [self.configured.get((kind, at)) for at in range(items)]
+        return [() if one is None else one.options for one in found] if any(found) else []
 
-def _info_of(video: VideoFrames) -> VideoInfo:
+
+def info_of(video: VideoFrames) -> VideoInfo:
+    """Return the header that a video of these frames has."""
     frames, height, width = video.frames.shape[:3]
     metadata = video.metadata
     return VideoInfo(frames, height, width, metadata.fps, metadata.duration, metadata.frames_indices)
@@ -145,7 +168,7 @@ class Encoded:
     conversation: Conversation
     tokens: dict[str, torch.Tensor]
     media: dict[str, torch.Tensor]
-    sizes: tuple[tuple[MediaKind, MediaSize], ...] = ()
+    sizes: tuple[tuple[MediaKind, AnySize], ...] = ()
     read: TokenizedText | None = None
 
 
@@ -170,6 +193,9 @@ class Family:
         writes_special_tokens: the rendered text has all special tokens.
         makes_token_tensors: the processor's call returns tensors of tokens, not lists.
         listed: whether its processors are known, and tested, by their class.
+        equal_frames: all videos of a sample must have the same number of frames.
+        size_settings: the settings that an item of each kind may have (:mod:`packhorse.media.settings`); an
+            item or a dataset with another one is rejected.
         min_transformers: the oldest transformers it works with.
         min_transformers_for: the same for kinds of media that need a newer one.
     """
@@ -191,6 +217,8 @@ class Family:
     writes_special_tokens: ClassVar[bool] = False
     makes_token_tensors: ClassVar[bool] = True
     listed: ClassVar[bool] = True
+    equal_frames: ClassVar[bool] = False
+    size_settings: ClassVar[Mapping[MediaKind, tuple[str, ...]]] = MappingProxyType({})
     min_transformers: ClassVar[str] = "5.12"
     min_transformers_for: ClassVar[Mapping[MediaKind, str]] = MappingProxyType({})
 
@@ -220,7 +248,7 @@ class Family:
         raise NotImplementedError(f"{self.name} has no {kind} tokens")
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """Return the number of patches in the vision encoder for a media item of this size; 0 for audio.
+        """Return the number of patches in the vision encoder for an image or video of this size.
 
         Padding up to the size of a tile counts, since it is computed; tiles that only fill up a batch do not.
         Arguments and errors are those of :meth:`media_tokens`.
@@ -238,12 +266,44 @@ class Family:
 
     def pieces_together(self, encoder: Encoder, sizes: Sizes) -> list[Pieces]:
         """:meth:`pieces` of each media item of one sample; overridden where they depend on each other."""
+        if self.equal_frames:
+            check_equal_frames(sizes)
         images = sum(kind == "image" for kind, _ in sizes)
-        return [self.pieces(encoder, kind, size, images) for kind, size in sizes]
+        bound = [(encoder.for_size(kind, size), kind, plain_size(size)) for kind, size in sizes]
+        return [self.pieces(own_encoder, kind, size, images) for own_encoder, kind, size in bound]
 
     def item_rows(self, encoder: Encoder, key: str, kind: MediaKind, size: Any) -> int:
         """Return a media item's rows in a tensor whose layout is ``"rows"`` without ``rows_from``."""
         raise NotImplementedError(f"{self.name} does not define the rows of a media item in '{key}'")
+
+    def configure(
+        self, encoder: Encoder, kind: MediaKind, size: Any, settings: Mapping[str, int]
+    ) -> tuple[MediaSize, dict[str, Any]]:
+        """Return the size of what the processor gets for an item with these settings, and its call's options.
+
+        The item is resized if that size is not its own. The options replace attributes of the same names of
+        the image or video processor, so :meth:`media_tokens` reads them there.
+
+        Raises:
+            ValueError: the processor rejects an item of this size.
+        """
+        raise NotImplementedError(f"{self.name} has no settings for the size of a media item")
+
+    def resize(self, encoder: Encoder, item: Any, size: Any) -> Any:
+        """Resize a decoded image or the frames of a video to the size that :meth:`configure` returned."""
+        raise NotImplementedError(f"{self.name} does not resize media itself")
+
+    def rejected_setting(self, kind: MediaKind, options: Mapping[str, Any]) -> str:
+        """Return the name of an item's setting that the family does not take; empty if it takes all."""
+        taken = self.size_settings.get(kind, ())
+        names = size_names(kind, options)
+        return next((name for name in names if canonical_name(kind, name) not in taken), "")
+
+    def describe_rejected(self, kind: MediaKind, name: str) -> str:
+        """Describe a setting that the family does not take for this kind of media."""
+        taken = self.size_settings.get(kind, ())
+        known = f"takes {', '.join(taken)}" if taken else "has no setting for the size of an item"
+        return f"{name} has no effect on {kind}s of {self.name}, which {known}: remove it"
 
     # --- how a conversation is checked and rendered ------------------------------------------------------
 
@@ -258,6 +318,8 @@ class Family:
             if ref.kind not in self.kinds:
                 known = ", ".join(self.kinds)
                 raise self.bad(f"a part of type {ref.kind}; {self.name} takes {known}", conversation)
+            if ref.options and (name := self.rejected_setting(ref.kind, ref.options)):
+                raise self.bad(self.describe_rejected(ref.kind, name), conversation, "wrong_format")
             if ref.kind in self.min_transformers_for:
                 check_transformers(f"{ref.kind} of {self.name}", self.min_transformers_for[ref.kind])
 
@@ -290,9 +352,16 @@ class Family:
         loaded = LoadedMedia([], [], [])
         for ref in refs:
             if ref.kind == "image":
-                loaded.images.append(load_image(ref.source))
+                image: Any = load_image(ref.source)
+                if configured := encoder.configured_size(ref, (image.height, image.width)):
+                    loaded.configured["image", len(loaded.images)] = configured
+                    image = encoder.resize(image, configured)
+                loaded.images.append(image)
             elif ref.kind == "video":
                 video: Any = load_media(ref, sampling=encoder.video_sampling)
+                if configured := encoder.configured_size(ref, info_of(video)):
+                    loaded.configured["video", len(loaded.videos)] = configured
+                    video = encoder.resize(video, configured)
                 loaded.videos.append(video)
             else:
                 clip: Any = load_media(ref, sampling_rate=self.sampling_rate)
@@ -351,8 +420,12 @@ class Family:
     def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
         """The processor's own output for one conversation, with a batch axis of one."""
         arguments = self.call_arguments(encoder, media) | self.text_arguments(encoder, text)
+        processor = encoder.processor
+        if media.configured:
+            images, videos = media.options("image"), media.options("video")
+            processor = with_item_options(processor, images, videos, self.fill)
         if self.makes_token_tensors:
-            output: Mapping[str, Any] = encoder.processor(text=[text], return_tensors="pt", **arguments)
+            output: Mapping[str, Any] = processor(text=[text], return_tensors="pt", **arguments)
             return output
         import torch
 
@@ -368,7 +441,7 @@ class Family:
             else torch.from_numpy(np.array(value, np.int64))
             if key in TOKEN_KEYS
             else torch.tensor(value)
-            for key, value in encoder.processor(text=[text], **arguments).items()
+            for key, value in processor(text=[text], **arguments).items()
         }
 
     def sort_output(self, encoded: Encoded, output: Mapping[str, Any]) -> None:
@@ -382,12 +455,11 @@ class Family:
                 shape = tuple(value.shape) if hasattr(value, "shape") else None
                 what = f"({type(value)})" if shape is None else f"of shape {shape}"
                 known = ", ".join(self.layout)
-                raise ConfigError(
+                detail = (
                     f"the processor returned '{key}' {what}, which family '{self.name}' does not declare as "
-                    f"a tensor of its layout ({known}): add it there, or it would be lost",
-                    setting=key,
-                    value=shape,
+                    f"a tensor of its layout ({known}): add it there, or it would be lost"
                 )
+                raise ConfigError(detail, setting=key, value=shape)
 
     def bad(self, detail: str, conversation: Conversation, reason: Reason = "media_mismatch") -> BadSample:
         """Return the error for a conversation that is rejected."""
@@ -440,6 +512,9 @@ class Encoder(ChatProcessor):
         family: of the processor; None for :func:`family_of`.
     """
 
+    has_item_options = False
+    """Whether the processor has the options of one media item as attributes; see :meth:`for_size`."""
+
     def __init__(self, processor: Processor, family: Family | None = None) -> None:
         super().__init__(processor)
         if family is None:
@@ -448,6 +523,7 @@ class Encoder(ChatProcessor):
             family = family_of(processor)
         self.family = family
         self._probes: dict[tuple[MediaKind, Any], Probe] = {}
+        self._with_options: dict[tuple[MediaKind, CallOptions], Encoder] = {}
 
     @classmethod
     def of(cls, processor: Encoder | Processor | str | os.PathLike[str]) -> Encoder:
@@ -463,6 +539,10 @@ class Encoder(ChatProcessor):
         """Return the token that the processor or its tokenizer has under this name; None without one."""
         tokens = (getattr(owner, name, None) for owner in (self.processor, self.tokenizer))
         return next((str(token) for token in tokens if token is not None), None)
+
+    def vision(self, kind: MediaKind) -> Any:
+        """The part of the processor for images, or for videos."""
+        return self.processor.image_processor if kind == "image" else self.processor.video_processor
 
     def token(self, name: str) -> str:
         """:meth:`find_token`; ConfigError if there is none."""
@@ -514,14 +594,21 @@ class Encoder(ChatProcessor):
         processor, tokenizer = with_repeated_tokens(self.processor, self.media_token_ids)
         return None if tokenizer is None else (Encoder(processor, self.family), tokenizer)
 
+    def check_dataset_settings(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Raise ConfigError if media cannot have these settings of a dataset with this family."""
+        for key, value in settings.items():
+            kind, setting = DATASET_SETTINGS[key]
+            if kind in self.family.kinds and self.family.rejected_setting(kind, {setting: value}):
+                where = f"dataset '{name}': " if name else ""
+                problem = self.family.describe_rejected(kind, key)
+                raise ConfigError(f"{where}{problem}", setting=key, value=value)
+
     def check_template(self) -> None:
         """Raise ConfigError if a processor that is made for chat templates has none."""
         processor = self.processor
         if not self.family.chats or not hasattr(processor, "chat_template"):
             return  # one without the attribute renders in another way
-        # Those of transformers do not use the tokenizer's.
-        owners = (processor,) if is_transformers(processor) else (processor, self.tokenizer)
-        if all(getattr(owner, "chat_template", None) is None for owner in owners):
+        if all(template is None for template in chat_templates(processor)):
             raise ConfigError(
                 f"{type(processor).__name__} has no chat template: set processor.chat_template (released "
                 "models bring theirs along with AutoProcessor.from_pretrained)",
@@ -672,21 +759,75 @@ class Encoder(ChatProcessor):
 
     # --- media, from sizes alone -------------------------------------------------------------------------
 
-    def size_of(self, ref: MediaRef) -> MediaSize:
+    def size_of(self, ref: MediaRef) -> AnySize:
         """The size :meth:`media_tokens` takes, from the header alone: no pixel or sample is decoded."""
         sampling = self.video_sampling if ref.kind == "video" else _ALL_FRAMES
         size = size_of(ref, sampling, self.family.sampling_rate)
         if ref.kind == "audio":
             self.family.check_audio_length(ref, size)
-        return size
+        return self.configured_size(ref, size) or size
+
+    def configured_size(self, ref: MediaRef, size: MediaSize) -> ConfiguredSize | None:
+        """Return the size of a media item with settings of its own; None for one without.
+
+        Raises:
+            BadSample: the settings are invalid, or the processor rejects the item.
+        """
+        if not ref.options:
+            return None
+        try:
+            settings = size_settings(ref.kind, ref.options)
+        except BadSample as error:
+            detail = f"{describe(ref.source)}: {error.detail}"
+            raise BadSample(detail, reason=error.reason, stage=error.stage) from error
+        return self.configure(ref.kind, size, settings) if settings else None
+
+    def configure(self, kind: MediaKind, size: MediaSize, settings: Mapping[str, int]) -> ConfiguredSize:
+        """Return the size of a media item of this size with these settings; see :meth:`Family.configure`."""
+        check_own_call(self.processor)
+        with processor_errors(""):
+            resized, options = self.family.configure(self, kind, size, settings)
+            if isinstance(resized, VideoInfo) and resized != size:
+                check_bytes(
+                    resized.total_frames * resized.height * resized.width * 3,
+                    DEFAULT_MAX_BYTES,
+                    f"{resized.total_frames:,} frames resized to {resized.width:,} x {resized.height:,}",
+                    "lower min_pixels, or take fewer frames",
+                )
+        pairs = tuple(
+            (name, tuple(value.items()) if isinstance(value, Mapping) else value)
+            for name, value in options.items()
+        )
+        return ConfiguredSize(size, resized, pairs, tuple(sorted(settings.items())))
+
+    def resize(self, item: Any, configured: ConfiguredSize) -> Any:
+        """Return a decoded image or video as the processor gets it."""
+        if configured.size == configured.original:
+            return item
+        return self.family.resize(self, item, configured.size)
+
+    def for_size(self, kind: MediaKind, size: AnySize) -> Encoder:
+        """Return the encoder for an item: one whose processor has the item's own options as attributes."""
+        if not isinstance(size, ConfiguredSize):
+            return self
+        key = kind, size.options
+        if key not in self._with_options:
+            if len(self._with_options) >= _MAX_OPTIONS:
+                self._with_options.clear()
+            bound = copy.copy(self)
+            bound.processor, bound.has_item_options = with_options(self.processor, kind, size.options), True
+            self._with_options[key] = bound
+        return self._with_options[key]
 
     def media_tokens(self, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """See :meth:`Family.media_tokens`."""
-        return self.family.media_tokens(self, kind, size, images_in_sample)
+        return self.family.media_tokens(self.for_size(kind, size), kind, plain_size(size), images_in_sample)
 
     def media_patches(self, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """See :meth:`Family.media_patches`."""
-        return self.family.media_patches(self, kind, size, images_in_sample)
+        """See :meth:`Family.media_patches`; 0 for audio."""
+        if kind == "audio":
+            return 0
+        return self.family.media_patches(self.for_size(kind, size), kind, plain_size(size), images_in_sample)
 
     def pieces_of(self, sizes: Sizes, key: str = "") -> list[Pieces]:
         """:meth:`Family.pieces_together`; BadSample if the processor rejects the media."""
@@ -825,21 +966,20 @@ class Encoder(ChatProcessor):
         """Labels [S] and loss weights [S]; None if all weights are 1."""
         import torch
 
-        ids = encoded.tokens["input_ids"]
-        listed = ids.tolist()
-        labels = torch.full_like(ids, IGNORE_INDEX, dtype=torch.int64)
+        ids = encoded.tokens["input_ids"].tolist()
         answers = self.answers(encoded.conversation, encoded.text)
+
+        def label(chosen: Iterable[Answer]) -> torch.Tensor:
+            spans = [(answer.start, answer.end) for answer in chosen]
+            labels = label_tokens(self, encoded.text, spans, ids, self.media_token_ids, encoded.read)
+            return torch.from_numpy(np.array(labels, np.int64))
+
         weights = None
-        if any(weight != 1 for _, weight in answers):
-            weights = torch.ones(ids.shape, dtype=torch.float32)
-        for weight, spans in spans_by_weight(answers):
-            for start, end in supervised_tokens(
-                self, encoded.text, spans, listed, self.media_token_ids, encoded.read
-            ):
-                labels[start:end] = ids[start:end]
-                if weights is not None:
-                    weights[start:end] = weight
-        return labels, weights
+        for weight in {weight for _, weight in answers} - {1.0}:
+            weights = torch.ones(len(ids)) if weights is None else weights
+            of_weight = label(answer for answer, other in answers if other == weight)
+            weights[of_weight != IGNORE_INDEX] = weight
+        return label(answer for answer, _ in answers), weights
 
     def label_sample(self, encoded: Encoded, key: str) -> Sample:
         """Return the sample with its labels; BadSample if its answers are not located with certainty."""
@@ -874,7 +1014,7 @@ class Encoder(ChatProcessor):
         if layout.owner == "item":
             return [1] * len(items)
         if layout.rows_from is None:
-            return [family.item_rows(self, key, kind, size) for kind, size in items]
+            return [family.item_rows(self, key, kind, plain_size(size)) for kind, size in items]
         if layout.rows_from not in encoded.media:
             what = f"the processor returned '{key}' without '{layout.rows_from}' ({family.name})"
             raise ConfigError(what, setting=layout.rows_from)
@@ -901,12 +1041,11 @@ class Encoder(ChatProcessor):
             expected = 1 if layout.owner == "sample" else sum(self.rows(encoded, key))
             shape = tuple(value.shape)
             if shape[0] != expected:
-                raise ConfigError(
+                what = (
                     f"the processor returned '{key}' of shape {shape}; for {dict(counts)} "
-                    f"family '{family.name}' ({layout.owner}) expects {expected} along axis 0",
-                    setting=key,
-                    value=shape,
+                    f"family '{family.name}' ({layout.owner}) expects {expected} along axis 0"
                 )
+                raise ConfigError(what, setting=key, value=shape)
 
 
 def spans_by_weight(answers: Sequence[tuple[Answer, float]]) -> Iterator[tuple[float, list[Span]]]:
@@ -956,12 +1095,8 @@ def _describe(processor: Any) -> Mapping[str, Any]:
         if hasattr(part, "to_dict") or hasattr(part, "__dict__")
     }
     if parts and not settings:
-        name = type(processor).__name__
-        raise ConfigError(
-            f"the processor, a {name}, has no to_dict with its settings, so counts cannot be saved",
-            setting="processor",
-            value=name,
-        )
+        why = "it has no to_dict with its settings, so counts cannot be saved"
+        raise ConfigError.of("processor", type(processor).__name__, why)
     return settings
 
 

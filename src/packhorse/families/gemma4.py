@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import Pieces, frame_times
+from packhorse.families.media_sizes import Pieces, frame_pieces, frame_times
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 # The feature extractor's call cuts longer clips.
@@ -54,11 +54,8 @@ class Gemma4(Family):
         return math.ceil(frames / _FRAMES_PER_TOKEN)
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """Without those that fill up the budget, which are masked; none for audio."""
-        if kind == "audio":
-            return 0
-        owner = encoder.processor.image_processor if kind == "image" else encoder.processor.video_processor
-        return int(self.media_tokens(encoder, kind, size) * owner.pooling_kernel_size**2)
+        """Without those that fill up the budget, which are masked."""
+        return int(self.media_tokens(encoder, kind, size) * encoder.vision(kind).pooling_kernel_size ** 2)
 
     def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
         """Brackets; frames have their minute and second in front and a space between them."""
@@ -68,14 +65,12 @@ class Gemma4(Family):
             return [(processor.boi_token, 1), (processor.image_token, tokens), (processor.eoi_token, 1)]
         if kind == "audio":
             return [(processor.boa_token, 1), (processor.audio_token, tokens), (processor.eoa_token, 1)]
-        opening, pad, closing = processor.boi_token, processor.video_token, processor.eoi_token
-        written: list[tuple[str, int]] = []
-        for index, seconds in enumerate(frame_times(size)):
-            clock = f"{int(seconds // 60):02d}:{int(seconds % 60):02d}"
-            space = " " if index else ""
-            frame = tokens // size.total_frames
-            written += ((f"{space}{clock} {opening}", 1), (pad, frame), (closing, 1))
-        return written
+        openings = (
+            f"{' ' if index else ''}{int(time // 60):02d}:{int(time % 60):02d} {processor.boi_token}"
+            for index, time in enumerate(frame_times(size))
+        )
+        content = (processor.video_token, tokens // size.total_frames)
+        return frame_pieces(openings, content, processor.eoi_token)
 
 
 def _tokens(owner: Any, height: int, width: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
-from packhorse.chat import TOKEN_KEYS, Answer, answer_spans, content_text, is_transformers
+from packhorse.chat import TOKEN_KEYS, Answer, answer_spans, content_text, is_transformers, token_id
 from packhorse.errors import ConfigError
 from packhorse.families.encoder import Encoded, Encoder, Family
 from packhorse.families.media_sizes import Pieces
@@ -29,13 +29,26 @@ _GRIDS: tuple[tuple[str, str, MediaKind], ...] = (
 )
 
 
-class Generic(Family):
+class ProbedFamily(Family):
+    """A family whose counts come from running the processor on a placeholder of the same size."""
+
+    exact: ClassVar[bool] = False
+    off_by: ClassVar[int | None] = None
+
+    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """As many as a placeholder of this size has."""
+        return encoder.probe(kind, size).tokens
+
+    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """As many as a placeholder of this size has; 0 if the processor returns no grid."""
+        return encoder.probe(kind, size).patches
+
+
+class Generic(ProbedFamily):
     """A family whose layout grows with the tensors that the processor returns."""
 
     name = "generic"
     kinds: ClassVar[tuple[MediaKind, ...]] = MEDIA_KINDS
-    exact: ClassVar[bool] = False
-    off_by: ClassVar[int | None] = None
     listed: ClassVar[bool] = False
     caveats: ClassVar[tuple[str, ...]] = (
         "media tokens are counted by running the processor on a placeholder of the same size",
@@ -57,18 +70,8 @@ class Generic(Family):
 
     def media_token_ids(self, encoder: Encoder) -> frozenset[int]:
         """The ids of the placeholders that are tokens."""
-        tokenizer = encoder.tokenizer
-        unknown = getattr(tokenizer, "unk_token_id", None)
-        ids = (tokenizer.convert_tokens_to_ids(token) for token in encoder.placeholders.values())
-        return frozenset(int(number) for number in ids if number is not None and number != unknown)
-
-    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """As many as a placeholder of this size has."""
-        return encoder.probe(kind, size).tokens
-
-    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """As many as a placeholder of this size has; 0 if the processor returns no grid."""
-        return 0 if kind == "audio" else encoder.probe(kind, size).patches
+        ids = (token_id(encoder.tokenizer, token) for token in encoder.placeholders.values())
+        return frozenset(number for number in ids if number is not None)
 
     def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
         """What the processor writes for a placeholder of this size, decoded from the ids."""
@@ -129,13 +132,12 @@ def _layout_of(
     per_token = len(shape) > 1 and shape[1] == length
     if len(owners) == 1 and not per_token:
         return TensorLayout((owners[0],), "item")
-    raise ConfigError(
+    what = (
         f"the processor returned '{key}' of shape {shape} for {dict(counts)} and {length} tokens: which "
         "media item owns an entry is not certain. Declare it: write a family for this processor "
-        "(docs/reference/families.md), or drop the tensor in a wrapper around it",
-        setting=key,
-        value=shape,
+        "(docs/reference/families.md), or drop the tensor in a wrapper around it"
     )
+    raise ConfigError(what, setting=key, value=shape)
 
 
 def _in_form(encoder: Encoder, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

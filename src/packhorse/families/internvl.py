@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import Pieces, Sizes, check_equal_frames, nearest_tiles
+from packhorse.families.media_sizes import Pieces, frame_pieces, nearest_tiles
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _PATCHES_PER_TOKEN = 4  # pixel shuffle halves both sides; the processor does not know it
@@ -19,6 +19,7 @@ class InternVL(Family):
     processor_classes: ClassVar[tuple[str, ...]] = ("InternVLProcessor",)
     kinds: ClassVar[tuple[MediaKind, ...]] = ("image", "video")
     layout: ClassVar[MediaLayout] = {"pixel_values": TensorLayout(("image", "video"), "rows")}
+    equal_frames: ClassVar[bool] = True
     caveats: ClassVar[tuple[str, ...]] = (
         "videos of one sample must have the same number of frames: the processor rejects others",
     )
@@ -41,17 +42,9 @@ class InternVL(Family):
         start, pad, end = processor.start_image_token, processor.image_token, processor.end_image_token
         if kind == "image":
             return [(start, 1), (pad, self.media_tokens(encoder, kind, size)), (end, 1)]
-        written: list[tuple[str, int]] = []
-        tokens = int(processor.image_seq_length)
-        for number in range(1, size.total_frames + 1):
-            line = "\n" if number > 1 else ""
-            written += ((f"{line}Frame{number}: {start}", 1), (pad, tokens), (end, 1))
-        return written
-
-    def pieces_together(self, encoder: Encoder, sizes: Sizes) -> list[Pieces]:
-        """All videos must have the same number of frames."""
-        check_equal_frames(sizes)
-        return super().pieces_together(encoder, sizes)
+        numbers = range(1, size.total_frames + 1)
+        lines = (("\n" if number > 1 else "") + f"Frame{number}: {start}" for number in numbers)
+        return frame_pieces(lines, (pad, int(processor.image_seq_length)), end)
 
     def item_rows(self, encoder: Encoder, key: str, kind: MediaKind, size: Any) -> int:
         """Tiles with the thumbnail, or frames."""

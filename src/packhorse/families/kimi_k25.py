@@ -7,12 +7,14 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from packhorse.chat import ChatProcessor, token_keys
+from packhorse.chat import ChatProcessor, token_id, token_keys
 from packhorse.errors import ConfigError
 from packhorse.families.encoder import Encoder, Family, LoadedMedia
+from packhorse.families.generic import ProbedFamily
 from packhorse.families.kimi_vl import padded_groups
-from packhorse.families.media_sizes import Pieces, frame_times
+from packhorse.families.media_sizes import Pieces, frame_pieces, frame_times
 from packhorse.families.processor_call import call, has_parameter
+from packhorse.media import MediaSize
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 if TYPE_CHECKING:
@@ -37,6 +39,10 @@ class KimiK25(Family):
         "video_grid_thw": TensorLayout(("video",), "rows"),
     }
     min_transformers: ClassVar[str] = "5.13"
+    size_settings: ClassVar[Mapping[MediaKind, tuple[str, ...]]] = {
+        "image": ("max_pixels",),
+        "video": ("max_pixels",),
+    }
 
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Never scaled up; scaled down to the budget of patches, then padded to whole groups."""
@@ -47,11 +53,10 @@ class KimiK25(Family):
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """The grid multiplied out; frames are one token together, but each has its patches."""
-        if kind == "image":
-            owner = encoder.processor.image_processor
-            return int(_tokens(owner, *size) * owner.merge_size**2)
-        owner = encoder.processor.video_processor
-        return int(size.total_frames * _tokens(owner, size.height, size.width) * owner.merge_size**2)
+        owner, frames = encoder.vision(kind), 1
+        if kind == "video":
+            frames, size = size.total_frames, (size.height, size.width)
+        return int(frames * _tokens(owner, *size) * owner.merge_size**2)
 
     def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
         """Each chunk of a video has the time of its first frame in front, and brackets."""
@@ -59,14 +64,16 @@ class KimiK25(Family):
             return super().pieces(encoder, kind, size, images_in_sample)
         owner = encoder.processor.video_processor
         tokens = _tokens(owner, size.height, size.width)
-        written: list[tuple[str, int]] = []
-        for seconds in frame_times(size)[:: owner.temporal_patch_size]:
-            written += (
-                (f"{_clock(seconds)}<|media_begin|>video<|media_content|>", 1),
-                (encoder.processor.video_token, tokens),
-                ("<|media_end|>", 1),
-            )
-        return written
+        times = frame_times(size)[:: owner.temporal_patch_size]
+        openings = (f"{_clock(seconds)}<|media_begin|>video<|media_content|>" for seconds in times)
+        return frame_pieces(openings, (encoder.processor.video_token, tokens), "<|media_end|>")
+
+    def configure(
+        self, encoder: Encoder, kind: MediaKind, size: Any, settings: Mapping[str, int]
+    ) -> tuple[MediaSize, dict[str, Any]]:
+        """The budget is one of patches, for an image or a frame, before it is padded to whole groups."""
+        patches = settings["max_pixels"] // encoder.vision(kind).patch_size ** 2
+        return size, {"max_patches": max(1, patches)}
 
     def item_rows(self, encoder: Encoder, key: str, kind: MediaKind, size: Any) -> int:
         """A video's chunks."""
@@ -90,14 +97,10 @@ def _tokens(owner: Any, height: int, width: int) -> int:
 
 def media_pad_id(chat: ChatProcessor) -> int:
     """The id of ``<|media_pad|>``: what the processor or its tokenizer says, else the released model's."""
-    tokenizer = chat.tokenizer
-    convert = getattr(tokenizer, "convert_tokens_to_ids", None)
-    token_id = convert(_MEDIA_PAD) if callable(convert) else None
-    unknown = getattr(tokenizer, "unk_token_id", None)
     candidates = (
         getattr(chat.processor, "media_placeholder_token_id", None),
         getattr(chat.processor, "image_token_id", None),
-        None if token_id == unknown else token_id,
+        token_id(chat.tokenizer, _MEDIA_PAD),
     )
     return next((candidate for candidate in candidates if isinstance(candidate, int)), _MEDIA_PAD_ID)
 
@@ -139,7 +142,7 @@ def expand_placeholders(
     return {key: torch.repeat_interleave(value, repeats, dim=-1) for key, value in tokens.items()}
 
 
-class KimiK25Remote(Family):
+class KimiK25Remote(ProbedFamily):
     """The processor of the model's own repository: it leaves one ``<|media_pad|>`` per image in the ids.
 
     The model would expand them in its forward pass; here they are expanded before, from ``grid_thws``, so
@@ -152,8 +155,6 @@ class KimiK25Remote(Family):
         "pixel_values": TensorLayout(("image",), "rows", "grid_thws"),
         "grid_thws": TensorLayout(("image",), "item"),
     }
-    exact: ClassVar[bool] = False
-    off_by: ClassVar[int | None] = None
     caveats: ClassVar[tuple[str, ...]] = (
         "media tokens are counted by running the processor on a white image of the same size",
     )
@@ -165,14 +166,6 @@ class KimiK25Remote(Family):
     def media_token_ids(self, encoder: Encoder) -> frozenset[int]:
         """The id of ``<|media_pad|>``."""
         return frozenset({media_pad_id(encoder)})
-
-    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """As many as a white image of this size has."""
-        return encoder.probe(kind, size).tokens
-
-    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """As many as a white image of this size has."""
-        return encoder.probe(kind, size).patches
 
     def call_arguments(self, encoder: Encoder, media: LoadedMedia) -> dict[str, Any]:
         """Images are entries of ``medias``; ``images`` for a processor that takes only these."""

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import Pieces, Sizes, check_equal_frames
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 
@@ -25,6 +24,7 @@ class LlavaOnevision(Family):
         "batch_num_images": TensorLayout(("image",), "sample"),
         "pixel_values_videos": TensorLayout(("video",), "item"),
     }
+    equal_frames: ClassVar[bool] = True
     caveats: ClassVar[tuple[str, ...]] = (
         "videos in one batch (or one sample) must have the same number of frames: the model takes no others",
     )
@@ -51,11 +51,6 @@ class LlavaOnevision(Family):
             height, width = _best_canvas(*size, _canvases(owner))
             tiles += (height // owner.size["height"]) * (width // owner.size["width"])
         return int(tiles * encoder.processor.num_image_tokens)
-
-    def pieces_together(self, encoder: Encoder, sizes: Sizes) -> list[Pieces]:
-        """All videos must have the same number of frames."""
-        check_equal_frames(sizes)
-        return super().pieces_together(encoder, sizes)
 
 
 def _tile_tokens(encoder: Encoder, side: int, height: int, width: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +28,30 @@ from packhorse.media.loading import preloaded_metadata
 from packhorse.media.video import frame_positions
 from packhorse.types import MediaKind, MediaRef
 
-Sizes = Sequence[tuple[MediaKind, MediaSize]]
+CallOptions = tuple[tuple[str, Any], ...]
+"""Options of an image or video processor's call, hashable: mappings in them are pairs too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredSize:
+    """The size of a media item with settings of its own.
+
+    Attributes:
+        original: its size in the file, after sampling frames.
+        size: what the processor gets: the original size, or that to which the item is resized before.
+        options: of the processor's call for this item.
+        settings: what the options were made from; see :func:`~packhorse.media.settings.size_settings`.
+    """
+
+    original: MediaSize
+    size: MediaSize
+    options: CallOptions
+    settings: tuple[tuple[str, int], ...]
+
+
+AnySize = MediaSize | ConfiguredSize
+
+Sizes = Sequence[tuple[MediaKind, AnySize]]
 """Kind and size of each media item of a sample, in the order of the conversation."""
 
 Pieces = Sequence[tuple[str, int]]
@@ -82,8 +105,22 @@ def _video_size(ref: MediaRef, sampling: VideoSampling) -> VideoInfo:
     return size
 
 
+def plain_size(size: AnySize) -> MediaSize:
+    """Return the size of what the processor gets."""
+    return size.size if isinstance(size, ConfiguredSize) else size
+
+
+def call_arguments(options: CallOptions) -> dict[str, Any]:
+    """Return options as keyword arguments.
+
+    >>> call_arguments((("size", (("shortest_edge", 784),)), ("do_resize", True)))
+    {'size': {'shortest_edge': 784}, 'do_resize': True}
+    """
+    return {name: dict(value) if isinstance(value, tuple) else value for name, value in options}
+
+
 def check_equal_frames(sizes: Sizes) -> None:
-    """Raise ValueError, as processors that make one tensor of videos do, if they differ in frames."""
+    """Raise ValueError if the videos differ in frames."""
     numbers = sorted({size.total_frames for _, size in sizes if isinstance(size, VideoInfo)})
     if len(numbers) > 1:
         listed = ", ".join(map(str, numbers))
@@ -104,9 +141,6 @@ def nearest_tiles(
     return best
 
 
-# --- the text of media ------------------------------------------------------------------------------------
-
-
 def split_runs(text: str, token: str) -> Pieces:
     """The text cut into runs of a token and what is between them."""
     runs: list[tuple[str, int]] = []
@@ -118,6 +152,11 @@ def split_runs(text: str, token: str) -> Pieces:
         if between:
             runs.append((between, 1))
     return runs
+
+
+def frame_pieces(openings: Iterable[str], content: tuple[str, int], closing: str) -> Pieces:
+    """What is written for frames or chunks of a video: its opening, its content tokens and the closing."""
+    return [piece for opening in openings for piece in ((opening, 1), content, (closing, 1))]
 
 
 def write_out(pieces: Pieces) -> str:

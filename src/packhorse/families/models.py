@@ -126,13 +126,8 @@ def resolve_model(model: object) -> tuple[Any | None, Any]:
     if isinstance(model, str | os.PathLike):
         model = open_config(os.fspath(model))
     if model is None or isinstance(model, type):
-        given = "None" if model is None else f"the class {model.__name__}, not an object of it"
-        raise ConfigError(
-            f"model is {given}: expected {EXPECTED}. Write model=model, as of "
-            "AutoModelForImageTextToText.from_pretrained(…)",
-            setting="model",
-            value=getattr(model, "__name__", None),
-        )
+        expected = f"{EXPECTED}. Write model=model, as of AutoModelForImageTextToText.from_pretrained(…)"
+        raise _wrong_object("model", model, expected)
     if callable(getattr(model, "get_text_config", None)):
         return None, getattr(model, "thinker_config", model)  # as in unwrap
     inner = unwrap(model)
@@ -186,12 +181,11 @@ def check_name(what: str, name: str) -> bool:
         return offline
     if offline:
         why = "HF_HUB_OFFLINE is set" if hub.HF_HUB_OFFLINE else "the hub cannot be reached"
-        raise ConfigError(
+        detail = (
             f"{what} {name}: no such folder in {os.getcwd()}, not in the hub's cache, and {why}. Pass the "
-            f"folder of a {what}, or download it where there is a network: hf download {name}",
-            setting=what,
-            value=name,
+            f"folder of a {what}, or download it where there is a network: hf download {name}"
         )
+        raise ConfigError(detail, setting=what, value=name)
     logger.info("%s %s: no such folder in %s, so it is read from the hub", what, name, os.getcwd())
     return False
 
@@ -239,9 +233,8 @@ def text_config(config: ModelConfig) -> Any:
     try:
         return config.get_text_config()
     except ValueError as error:
-        name = type(config).__name__
-        what = f"model config {name} has no single decoder ({error})"
-        raise ConfigError(what, setting="model", value=name) from error
+        why = f"it has no single decoder ({error})"
+        raise ConfigError.of("model", type(config).__name__, why) from error
 
 
 def attention_of(model: object) -> str:
@@ -324,10 +317,10 @@ def check_router_loss(config: ModelConfig | None) -> None:
 
 def packing_error(problems: Sequence[str]) -> ConfigError:
     """The error for a model that cannot be packed, from what :func:`packing_problems` returned."""
-    return ConfigError(
-        f'this model cannot be trained on packed rows: {"; ".join(problems)}. Use padded batches: mode="pad"',
-        setting="model",
+    what = (
+        f'this model cannot be trained on packed rows: {"; ".join(problems)}. Use padded batches: mode="pad"'
     )
+    return ConfigError(what, setting="model")
 
 
 def _problems(model: torch.nn.Module | None, config: ModelConfig) -> Iterator[str]:
@@ -390,12 +383,8 @@ def weightless_model(config: ModelConfig) -> Any | None:
         with torch.device("meta"):
             return model_class(config)
     except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
-        raise ConfigError(
-            f"{model_class.__name__} cannot be built from {type(config).__name__}, which computes positions "
-            f"({error}): pass the model",
-            setting="model",
-            value=type(config).__name__,
-        ) from error
+        why = f"{model_class.__name__}, which computes positions, cannot be built ({error}): pass the model"
+        raise ConfigError.of("model", type(config).__name__, why) from error
 
 
 # --- shift_labels --------------------------------------------------------------------------------------
@@ -443,13 +432,11 @@ def check_shift_labels(model: object) -> None:
         routed = getattr(text_config(config), "output_router_logits", False)
         call = "families.models.make_honour_shift_labels" if routed else "integrations.transformers.prepare"
         passed = "" if inner is not None else " and pass the model itself"
-        raise ConfigError(
+        what = (
             f"{kind.__name__} of transformers {version} drops shift_labels, so model(**batch).loss would "
-            f"shift labels twice: call packhorse.{call}(model) first{passed}, or install a newer "
-            "transformers",
-            setting="model",
-            value=kind.__name__,
+            f"shift labels twice: call packhorse.{call}(model) first{passed}, or upgrade transformers"
         )
+        raise ConfigError(what, setting="model", value=kind.__name__)
 
 
 def _passes_on(kind: type) -> bool:
@@ -514,16 +501,20 @@ def as_whole_processor(processor: Processor | str | os.PathLike[str] | None) -> 
     processor = as_processor(processor)
     speaks = any(hasattr(processor, name) for name in ("tokenizer", "apply_chat_template"))
     if isinstance(processor, type) or not callable(processor) or not (speaks or is_tokenizer(processor)):
-        given = type(processor).__name__
-        if processor is None or isinstance(processor, type):
-            given = "None" if processor is None else f"the class {processor.__name__}, not an object of it"
-        raise ConfigError(
-            f"processor is {given}: expected the model's whole processor (with a tokenizer), or the folder "
-            "or hub name of one. Write processor=AutoProcessor.from_pretrained(name)",
-            setting="processor",
-            value=None if processor is None else getattr(processor, "__name__", type(processor).__name__),
+        raise _wrong_object(
+            "processor",
+            processor,
+            "the model's whole processor (with a tokenizer), or the folder or hub name of one. Write "
+            "processor=AutoProcessor.from_pretrained(name)",
         )
     return processor
+
+
+def _wrong_object(setting: str, value: object, expected: str) -> ConfigError:
+    given = name = None if value is None else getattr(value, "__name__", type(value).__name__)
+    if isinstance(value, type):
+        given = f"the class {name}, not an object of it"
+    return ConfigError(f"{setting} is {given}: expected {expected}", setting=setting, value=name)
 
 
 def open_processor(path: str, trust_remote_code: bool = False) -> Any:

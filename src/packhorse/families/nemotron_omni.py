@@ -6,7 +6,7 @@ import math
 from typing import Any, ClassVar
 
 from packhorse.families.encoder import Encoder, Family, LoadedMedia
-from packhorse.families.media_sizes import Pieces, frame_numbers
+from packhorse.families.media_sizes import Pieces, frame_numbers, frame_pieces
 from packhorse.media import VideoInfo
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 
@@ -59,11 +59,8 @@ class NemotronOmni(Family):
         return max(1, frames)
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """The grid multiplied out; two frames are embedded together. None for audio."""
-        if kind == "audio":
-            return 0
-        owner = encoder.processor.image_processor if kind == "image" else encoder.processor.video_processor
-        return self.media_tokens(encoder, kind, size, images_in_sample) * _group(owner) ** 2
+        """The grid multiplied out; two frames are embedded together."""
+        return self.media_tokens(encoder, kind, size, images_in_sample) * _group(encoder.vision(kind)) ** 2
 
     def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
         """Brackets; frames are lines of two, with their numbers and times in words."""
@@ -76,11 +73,8 @@ class NemotronOmni(Family):
             start, pad, end = processor.audio_start_token, processor.audio_token, processor.audio_end_token
             return [(start, 1), (pad, tokens), (end, 1)]
         labels = _frame_labels(size, processor.video_temporal_patch_dim)
-        written: list[tuple[str, int]] = []
-        for index, label in enumerate(labels):
-            line = "\n" if index else ""
-            written += ((f"{line}{label}: {start}", 1), (pad, tokens // len(labels)), (end, 1))
-        return written
+        lines = (("\n" if index else "") + f"{label}: {start}" for index, label in enumerate(labels))
+        return frame_pieces(lines, (pad, tokens // len(labels)), end)
 
     def item_rows(self, encoder: Encoder, key: str, kind: MediaKind, size: Any) -> int:
         """A video's frames."""

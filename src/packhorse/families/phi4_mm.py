@@ -47,9 +47,7 @@ class Phi4MM(Family):
         return tokens
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """Those of a crop, for each crop and for the whole image; none for audio."""
-        if kind == "audio":
-            return 0
+        """Those of a crop, for each crop and for the whole image."""
         owner = encoder.processor.image_processor
         self.media_tokens(encoder, kind, size)  # raises for what the processor rejects
         height, width = size

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from packhorse.chat import (
     CannotAlign,
     Processor,
@@ -24,34 +26,19 @@ from packhorse.chat import (
 from packhorse.errors import ConfigError
 from packhorse.families.encoder import Encoder, Family
 from packhorse.families.generic import Generic
+from packhorse.types import MEDIA_KINDS
 
 # Values for required parameters that the caller does not set.
+_MEDIA = ("images", "videos", "audio", "audios", "medias")
 _NEUTRAL: dict[str, Any] = {
-    "add_generation_prompt": False,
-    "add_special_tokens": False,
-    "audio": None,
-    "audios": None,
-    "images": None,
-    "max_length": None,
-    "medias": None,
-    "padding": True,
-    "return_dict": True,
+    **dict.fromkeys((*_MEDIA, "max_length")),
+    **dict.fromkeys(("add_generation_prompt", "add_special_tokens", "tokenize", "truncation"), False),
+    **dict.fromkeys(("padding", "return_dict"), True),
     "return_tensors": "pt",
-    "tokenize": False,
-    "truncation": False,
-    "videos": None,
 }
-_NEVER_OMITTED = frozenset({"text", "images", "videos", "audio", "audios", "medias"})
+_NEVER_OMITTED = frozenset({"text", *_MEDIA})
 
-STUB_ERRORS = (
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+STUB_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a stub raises for a call that it was not written for."""
 
 
@@ -122,14 +109,11 @@ def plain_turns(conversation: Turns, family: Family) -> list[dict[str, Any]]:
         if isinstance(content, str):
             content = content if isinstance(family, Generic) else [{"type": "text", "text": content}]
         elif isinstance(content, list | tuple):
-            content = [_without_payload(part) for part in content]
+            kinds = (part.get("type") if isinstance(part, Mapping) else None for part in content)
+            pairs = zip(kinds, content, strict=True)
+            content = [{"type": kind} if kind in MEDIA_KINDS else part for kind, part in pairs]
         turns.append({**turn, "content": content})
     return turns
-
-
-def _without_payload(part: Any) -> Any:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    return {"type": kind} if kind in ("image", "video", "audio") else part
 
 
 def render(encoder: Encoder, turns: Turns) -> str:
@@ -141,8 +125,7 @@ def render(encoder: Encoder, turns: Turns) -> str:
         return encoder.render(turns)
     name, method = type(encoder.processor).__name__, getattr(encoder.processor, "apply_chat_template", None)
     if method is None:
-        what = f"the processor, a {name}, has no apply_chat_template"
-        raise ConfigError(what, setting="processor", value=name)
+        raise ConfigError.of("processor", name, "it has no apply_chat_template")
     text = call(method, list(turns), tokenize=False, add_generation_prompt=False)
     if isinstance(text, list | tuple) and len(text) == 1:
         text = text[0]  # some take one conversation for a batch of one
@@ -154,19 +137,8 @@ def render(encoder: Encoder, turns: Turns) -> str:
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Tokenize a text without special tokens around it, whatever form a tokenizer returns ids in."""
     output = call(tokenizer if callable(tokenizer) else tokenizer.encode, text, add_special_tokens=False)
-    if isinstance(output, Mapping) or hasattr(output, "keys"):
-        output = output["input_ids"]
-    ids = _as_list(output)
-    while ids and isinstance(_as_list(ids[0]), list):
-        ids = _as_list(ids[0])
-    return [int(token) for token in ids]
-
-
-def _as_list(value: Any) -> Any:
-    """Return tensors and arrays as (nested) lists and tuples as lists; a number stays one."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return list(value) if isinstance(value, list | tuple) else value
+    ids = output["input_ids"] if hasattr(output, "keys") else output
+    return [int(token) for token in np.asarray(ids).reshape(-1)]
 
 
 def padding_side(processor: Processor) -> str:

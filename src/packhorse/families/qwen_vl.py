@@ -9,14 +9,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from packhorse.errors import ConfigError
 from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import Pieces, frame_times
+from packhorse.families.media_sizes import Pieces, frame_pieces, frame_times
 from packhorse.families.models import ModelConfig, resolve_model, weightless_model
-from packhorse.media import VideoInfo
-from packhorse.media.images import image_tokens, resize_image, resize_video
+from packhorse.media import MediaSize, VideoFrames, VideoInfo
+from packhorse.media.images import fit_image, image_tokens, resize_image, resize_video
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 if TYPE_CHECKING:
@@ -46,6 +47,13 @@ class PatchProcessor(Protocol):
     max_video_tokens: int
 
 
+# Limits of qwen_vl_utils in tokens: of what has resized_height and resized_width, of a frame, of a video.
+_RESIZED_TOKENS = (4, 16_384)
+_FRAME_TOKENS, _VIDEO_TOKENS = 768, 128_000 * 0.9
+_ANY_SIZE = {"shortest_edge": 1, "longest_edge": 1 << 60}
+"""A budget of pixels in which every size stays as it is."""
+_PIXELS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+
 VISION: MediaLayout = {
     "pixel_values": TensorLayout(("image",), "rows", "image_grid_thw"),
     "image_grid_thw": TensorLayout(("image",), "item"),
@@ -62,18 +70,79 @@ class Qwen2VL(Family):
     processor_classes: ClassVar[tuple[str, ...]] = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
     kinds: ClassVar[tuple[MediaKind, ...]] = ("image", "video")
     layout: ClassVar[MediaLayout] = {**VISION, "second_per_grid_ts": TensorLayout(("video",), "item")}
+    size_settings: ClassVar[Mapping[MediaKind, tuple[str, ...]]] = {
+        "image": _PIXELS,
+        "video": (*_PIXELS, "total_pixels"),
+    }
     mrope: ClassVar[bool] = True
     makes_token_tensors: ClassVar[bool] = False
 
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Pixels after resizing, over the pixels of a token."""
         if kind == "image":
-            return image_tokens(size, *image_geometry(encoder.processor.image_processor))
+            owner = encoder.processor.image_processor
+            return image_tokens(size, owner.patch_size * owner.merge_size, *pixel_budget(owner))
         return video_tokens(encoder.processor.video_processor, size)
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """The grid multiplied out: a token is a square of ``merge_size`` patches a side."""
-        return patches_of(encoder, kind, self.media_tokens(encoder, kind, size))
+        return int(self.media_tokens(encoder, kind, size) * encoder.vision(kind).merge_size ** 2)
+
+    def configure(
+        self, encoder: Encoder, kind: MediaKind, size: Any, settings: Mapping[str, int]
+    ) -> tuple[MediaSize, dict[str, Any]]:
+        """An image with limits gets them as the processor's; everything else is resized before, and kept.
+
+        The size is that of ``qwen_vl_utils``, whose limits are those of one frame.
+        """
+        owner = encoder.vision(kind)
+        factor = owner.patch_size * owner.merge_size
+        if kind == "image" and "resized_height" not in settings:
+            least, most = merge_limits(settings, *pixel_budget(owner))
+            return size, {"size": {"shortest_edge": least, "longest_edge": most}}
+        if "resized_height" in settings:
+            low, high = (tokens * factor**2 for tokens in _RESIZED_TOKENS)
+            sides = fit_image(settings["resized_height"], settings["resized_width"], factor, low, high)
+        else:
+            sides = fit_image(size.height, size.width, factor, *self._frame_limits(encoder, size, settings))
+        options: dict[str, Any] = {"size": _ANY_SIZE}
+        if kind == "image":
+            return sides, options
+        if hasattr(owner, "cap_pixels_per_frame"):
+            options["cap_pixels_per_frame"] = False
+        return replace(size, height=sides[0], width=sides[1]), options
+
+    def _frame_limits(
+        self, encoder: Encoder, info: VideoInfo, settings: Mapping[str, int]
+    ) -> tuple[float, float]:
+        """Least and most pixels of a frame of a video with these settings."""
+        owner = encoder.processor.video_processor
+        factor, patch = owner.patch_size * owner.merge_size, owner.temporal_patch_size
+        low, high = merge_limits(settings, *self.frame_budget(encoder, info))
+        total = settings.get("total_pixels", _VIDEO_TOKENS * factor**2)
+        frames = math.ceil(info.total_frames / patch) * patch
+        most = max(min(_FRAME_TOKENS * factor**2, total / frames * patch), int(low * 1.05))
+        return low, min(high, most)
+
+    def frame_budget(self, encoder: Encoder, info: VideoInfo) -> tuple[float, float]:
+        """Least and most pixels of a frame by the processor's own setting."""
+        return pixel_budget(encoder.processor.video_processor)
+
+    def resize(self, encoder: Encoder, item: Any, size: Any) -> Any:
+        """An image by PIL, as ``qwen_vl_utils`` does; frames by the video processor's own operation."""
+        if not isinstance(item, VideoFrames):
+            height, width = size
+            return item.resize((width, height))
+        import torch
+        from transformers.image_utils import SizeDict
+        from transformers.video_processing_utils import BaseVideoProcessor
+
+        owner = encoder.processor.video_processor
+        frames = torch.from_numpy(item.frames).permute(0, 3, 1, 2)
+        sides = SizeDict(height=size.height, width=size.width)
+        # The class's own resize takes a size; those of Qwen's processors compute it from a budget.
+        resized = BaseVideoProcessor.resize(owner, frames, sides, resample=owner.resample)
+        return VideoFrames(resized.permute(0, 2, 3, 1).contiguous().numpy(), item.metadata)
 
 
 class Qwen3VL(Qwen2VL):
@@ -82,6 +151,11 @@ class Qwen3VL(Qwen2VL):
     name = "qwen3_vl"
     processor_classes: ClassVar[tuple[str, ...]] = ("Qwen3VLProcessor",)
     layout: ClassVar[MediaLayout] = VISION
+
+    def frame_budget(self, encoder: Encoder, info: VideoInfo) -> tuple[float, float]:
+        """An even share of the budget of all frames."""
+        low, high = super().frame_budget(encoder, info)
+        return low / info.total_frames, high / info.total_frames
 
     def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
         """Each temporal patch of a video has its time and brackets of its own, inside the template's."""
@@ -92,10 +166,7 @@ class Qwen3VL(Qwen2VL):
         start, end = processor.vision_start_token, processor.vision_end_token
         times = middle_times(size, processor.video_processor.temporal_patch_size)
         tokens = self.media_tokens(encoder, kind, size) // len(times)
-        written: list[tuple[str, int]] = []
-        for seconds in times:
-            written += ((f"<{seconds:.1f} seconds>{start}", 1), (pad, tokens), (end, 1))
-        return written
+        return frame_pieces((f"<{seconds:.1f} seconds>{start}" for seconds in times), (pad, tokens), end)
 
 
 def video_tokens(
@@ -124,14 +195,6 @@ def video_tokens(
     return int(math.ceil(frames / patch) * height * width // factor**2)
 
 
-def patches_of(encoder: Encoder, kind: MediaKind, tokens: int) -> int:
-    """Patches of content tokens; audio has none."""
-    if kind == "audio":
-        return 0
-    owner = encoder.processor.image_processor if kind == "image" else encoder.processor.video_processor
-    return int(tokens * owner.merge_size**2)
-
-
 def middle_times(info: VideoInfo, patch: int) -> list[float]:
     """The time of each temporal patch, half-way between its first frame and its last."""
     times = frame_times(info)
@@ -139,9 +202,18 @@ def middle_times(info: VideoInfo, patch: int) -> list[float]:
     return [(times[first] + times[first + patch - 1]) / 2 for first in range(0, len(times), patch)]
 
 
-def image_geometry(owner: PatchProcessor) -> tuple[int, int, int]:
-    """Pixels along a token's side, least and most pixels of an image: the arguments of `image_tokens`."""
-    return owner.patch_size * owner.merge_size, *pixel_budget(owner)
+def merge_limits(settings: Mapping[str, int], low: float, high: float) -> tuple[float, float]:
+    """Return the limits of an item; one that is set moves the processor's other one if that contradicts it.
+
+    >>> merge_limits({"max_pixels": 50176}, 65536, 16777216)
+    (50176, 50176)
+    """
+    least, most = settings.get("min_pixels", low), settings.get("max_pixels", high)
+    if "max_pixels" in settings and "min_pixels" not in settings:
+        least = min(least, most)
+    elif "max_pixels" not in settings:
+        most = max(least, most)
+    return least, most
 
 
 def pixel_budget(owner: PatchProcessor) -> tuple[int, int]:
@@ -192,11 +264,8 @@ def mrope_position_ids(sample: Mapping[str, Any], get_rope_index: RopeIndex) -> 
     positions = made[0] if isinstance(made, tuple | list) else made
     shape, expected = tuple(positions.shape), (_ROWS, 1, ids.shape[1])
     if shape != expected:
-        raise ConfigError(
-            f"get_rope_index returned positions of shape {shape}, expected {expected}",
-            setting="get_rope_index",
-            value=shape,
-        )
+        what = f"get_rope_index returned positions of shape {shape}, expected {expected}"
+        raise ConfigError(what, setting="get_rope_index", value=shape)
     return torch.as_tensor(positions)[:, 0]
 
 
@@ -219,14 +288,12 @@ def rope_index(model: object) -> RopeIndex | None:
     owner: Any
     for owner in (getattr(inner, "model", None), inner):
         if callable(getattr(type(owner), "get_rope_index", None)):
-            plain = {name: value for name, value in vars(owner).items() if _is_plain(name, value)}
+            # Settings (``spatial_merge_size``), no state of torch's and no weights.
+            public = {name: value for name, value in vars(owner).items() if name[0] != "_"}
+            public.pop("training", None)
+            plain = {name: value for name, value in public.items() if isinstance(value, int | float | str)}
             return WeightlessRopeIndex(type(owner), owner.config, plain)
     return None
-
-
-def _is_plain(name: str, value: object) -> bool:
-    """Whether an attribute is a setting (``spatial_merge_size``) and no state of torch's or a weight."""
-    return not name.startswith("_") and isinstance(value, int | float | str) and name != "training"
 
 
 class WeightlessRopeIndex:

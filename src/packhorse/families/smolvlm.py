@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from packhorse.families.encoder import Encoder, Family, LoadedMedia
-from packhorse.families.media_sizes import Pieces, Sizes, frame_times
+from packhorse.families.media_sizes import Pieces, Sizes, frame_pieces, frame_times
 from packhorse.media import VideoInfo
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 
@@ -107,11 +107,9 @@ def _video(encoder: Encoder, info: VideoInfo, frames: int) -> Pieces:
         f"You are provided the following series of {_in_words(frames)} frames from a "
         f"{timedelta(seconds=seconds)} [H:MM:SS] video.\n"
     )
-    written: list[tuple[str, int]] = [(opening, 1)]
-    for time in times:
-        clock = f"{int(time // 60):02d}:{int(time % 60):02d}"
-        written += ((f"\nFrame from {clock}:{fake}{processor.global_image_token}", 1), pad, (fake, 1))
-    return [*written, ("\n\n", 1)]
+    clocks = (f"{int(time // 60):02d}:{int(time % 60):02d}" for time in times)
+    lines = (f"\nFrame from {clock}:{fake}{processor.global_image_token}" for clock in clocks)
+    return [(opening, 1), *frame_pieces(lines, pad, fake), ("\n\n", 1)]
 
 
 @lru_cache

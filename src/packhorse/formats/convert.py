@@ -19,7 +19,9 @@ from packhorse.errors import BadSample, limit_of
 from packhorse.formats.conversation import check_text, parse_conversation
 from packhorse.formats.row_format import Layout, RowFormat, layout_of
 from packhorse.ledger import Ledger, default_ledger
-from packhorse.media import resolve
+from packhorse.media import describe, resolve
+from packhorse.media.settings import with_dataset_settings
+from packhorse.media.source import is_address
 from packhorse.types import MEDIA_KINDS, Action, Drop, MediaKind, Reason, is_weight
 
 PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
@@ -34,7 +36,7 @@ _MEDIA_COLUMNS: Mapping[str, MediaKind] = {"images": "image", "videos": "video",
 _PASSED_ON = ("mm_inputs_meta", "_text_tokens", "_injected_fake")
 _THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _DATA_URI = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
-_HTTP = re.compile(r"https?://", re.IGNORECASE)
+_HTTP = re.compile(r"(?:^|::)https?://", re.IGNORECASE)  # also inside a chain such as simplecache::https://…
 # Types of parts and the media they are: OpenAI's names, and input_audio with base64 data.
 _PART_TYPES: Mapping[str, MediaKind] = {
     **{kind: kind for kind in MEDIA_KINDS},
@@ -249,11 +251,12 @@ class _Conversion:
         if isinstance(content, str) and len(content) > _LONG_TEXT:
             check_text(len(content), self.key)  # before it is searched for placeholders
         role = self.roles.get(name) if isinstance(name, str) else None
-        extras = {
-            field: value
-            for field, value in turn.items()
-            if field not in (role_tag, content_tag) and value is not None
-        }
+        extras = {}
+        if len(turn) > 2 or content_tag not in turn:
+            tags = (role_tag, content_tag)
+            extras = {
+                field: value for field, value in turn.items() if field not in tags and value is not None
+            }
         if role is None:
             known = ", ".join(dict.fromkeys(self.roles))
             found = f"turn {number} has role {name!r}, expected {known} (tags= names the roles of a dataset)"
@@ -393,6 +396,12 @@ class _Conversion:
     def _media_part(
         self, kind: MediaKind, entry: object, options: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
+        """Return the part of a media item, with its options and those of the dataset."""
+        part = self._own_part(kind, entry, options)
+        settings = self.rules.media_settings
+        return with_dataset_settings(kind, part, settings) if settings else part
+
+    def _own_part(self, kind: MediaKind, entry: object, options: Mapping[str, Any] | None) -> dict[str, Any]:
         if not isinstance(entry, Mapping):
             return {**(options or {}), "type": kind, kind: self._resolve(entry)}
         # Other fields of an entry are passed on, but do not replace the part's own.
@@ -416,12 +425,12 @@ class _Conversion:
                 if not uri[2].lower().endswith(";base64"):
                     raise self._bad("wrong_format", f"a data: address without base64 ({source:.40}…)")
                 return self._decode_base64(source[uri.end() :])
-            if not self.rules.allow_http and _HTTP.match(source):
-                raise self._bad(
-                    "not_allowed",
-                    f"{source:.80}: this dataset does not allow media from the web. Set allow_http to true "
-                    "in its meta entry or in dataset_options=, or download the media",
-                )
+        if not self.rules.allow_http and _is_on_the_web(source):
+            raise self._bad(
+                "not_allowed",
+                f"{describe(source)}: this dataset does not allow media from the web. Set allow_http to true "
+                "in its meta entry or in dataset_options=, or download the media",
+            )
         try:
             return resolve(source, self.rules.media_dir, confined=self.rules.confine)
         except BadSample as error:
@@ -502,15 +511,25 @@ def _without_reasoning(content: Any, extras: dict[str, Any]) -> tuple[Any, dict[
     return content, kept
 
 
+def _is_on_the_web(source: object) -> bool:
+    """Return whether a source, or a frame of it, is fetched with HTTP."""
+    if isinstance(source, list | tuple):
+        return any(map(_is_on_the_web, source))
+    if isinstance(source, Mapping):
+        return _is_on_the_web(source.get("path"))
+    return isinstance(source, str) and _HTTP.search(source) is not None and is_address(source)
+
+
 def _has_bare_parts(turns: list[Any]) -> bool:
     """Return whether a typed part of a turn has no source: it then stands for the row's next media item."""
-    contents = (turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, Mapping))
-    return any(
-        part.get("type") in MEDIA_KINDS and set(_without_nothing(part)) == {"type"}
+    contents = [turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, Mapping)]
+    parts = [
+        part
         for content in contents
-        if _is_parts(content)
+        if not isinstance(content, str) and _is_parts(content)
         for part in content
-    )
+    ]
+    return any(part.get("type") in MEDIA_KINDS and set(_without_nothing(part)) == {"type"} for part in parts)
 
 
 def _is_parts(content: object) -> bool:

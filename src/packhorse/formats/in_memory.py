@@ -9,7 +9,7 @@ from typing import Any
 
 from packhorse.errors import ConfigError, data_errors
 from packhorse.formats.convert import convert_row
-from packhorse.formats.llama_factory import undecoded
+from packhorse.formats.llama_factory import without_decoding
 from packhorse.formats.meta import check_rows_format, record_unused_fields
 from packhorse.formats.row_format import RowFormat, unused_fields
 from packhorse.ledger import Ledger
@@ -27,7 +27,7 @@ class ConvertedRows(Sequence[dict[str, Any]]):
     """The examples of rows in memory, converted on access.
 
     Attributes:
-        rows: what was given; a Hugging Face dataset with its media undecoded.
+        rows: what was given; a Hugging Face dataset with its media without_decoding.
         rules: their format.
         ledger: what conversion finds.
     """
@@ -65,7 +65,7 @@ def open_examples(data: Rows, rules: RowFormat | None, ledger: Ledger) -> Rows:
         ConfigError: the first rows are no conversations in a known format.
     """
     if hasattr(data, "features") and hasattr(data, "cast_column") and "datasets" in sys.modules:
-        data = undecoded(data)
+        data = without_decoding(data)
     first: dict[str, Any] = {}
     for index in range(min(len(data), _FIRST_ROWS)):
         with data_errors() as outcome:
@@ -78,6 +78,7 @@ def open_examples(data: Rows, rules: RowFormat | None, ledger: Ledger) -> Rows:
                 f"row {key} of data is a {type(row).__name__}, expected a dict such as "
                 '{"messages": [{"role": "user", "content": "…"}, …]}: see docs/reference/data.md',
                 setting="data",
+                value=type(row).__name__,
             )
     rows = {key: row for key, row in first.items() if isinstance(row, Mapping)}
     if rules is None and all(map(_is_example, rows.values())):

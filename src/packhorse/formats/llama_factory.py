@@ -104,13 +104,13 @@ def _hub_file(key: str, name: str, entry: Mapping[str, Any]) -> str:
                 setting=key,
                 value=name,
             ) from error
-        dataset = undecoded(dataset)
+        dataset = without_decoding(dataset)
         logger.info("%s: %s rows of %s", name, f"{len(dataset):,}", options["split"])
         file = f"hub/{digest(name, str(options), dataset._fingerprint)}.parquet"
         return str(build_once(file, lambda target: dataset.to_parquet(target)))
 
 
-def undecoded(dataset: Any) -> Any:
+def without_decoding(dataset: Any) -> Any:
     """Return a Hugging Face dataset whose media come as bytes or paths: workers decode what is used."""
     datasets = require("datasets", "hub")
     media = tuple(getattr(datasets, name) for name in ("Image", "Audio", "Video") if hasattr(datasets, name))

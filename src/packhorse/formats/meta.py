@@ -34,6 +34,7 @@ from packhorse.formats.summary import (
 )
 from packhorse.ledger import Ledger
 from packhorse.media.remote import require_driver
+from packhorse.media.settings import DATASET_SETTINGS
 from packhorse.media.source import is_address
 from packhorse.rows.index import file_error
 from packhorse.rows.row_files import Row, RowFile, gc_paused, local_file, open_rows
@@ -52,7 +53,7 @@ _FORMAT_KEYS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("columns", "tags", "chat_template_kwargs"), dict),
     **dict.fromkeys(("media_dir", "format", "media_position", "system", "reasoning"), str),
     **dict.fromkeys(("strict", "confine", "allow_http"), bool),
-    "weight": (int, float),
+    **dict.fromkeys(("weight", *DATASET_SETTINGS), (int, float)),
 }
 _META_KEYS = ("file_name", *_FORMAT_KEYS, "sample_ratio", "num_samples")
 _SHOWN_NAMES = 20
@@ -212,7 +213,9 @@ def row_format(options: Mapping[str, Any]) -> RowFormat:
         if value is not None and not isinstance(value, kind):
             name = getattr(kind, "__name__", "number")
             raise ConfigError.of(key, value, f"expected a {name}")
-    return RowFormat.of(**options)
+    media = {key: options[key] for key in DATASET_SETTINGS if options.get(key) is not None}
+    others = {key: value for key, value in options.items() if key not in DATASET_SETTINGS}
+    return RowFormat.of(**others, media_settings=media)
 
 
 def _folder(path: str) -> str:
@@ -614,7 +617,8 @@ def check_rows_format(rows: Mapping[str, Mapping[str, Any]], rules: RowFormat) -
         if any(turn["role"] == "assistant" for turn in example["conversation"]):
             return
     if unknown and len(unknown) == len(rows):
-        raise ConfigError(unknown[0].detail, setting="columns") from unknown[0]
+        names = sorted(map(str, next(iter(rows.values()))))
+        raise ConfigError(unknown[0].detail, setting="columns", value=names) from unknown[0]
     roles = [drop for drop in findings if drop.reason == "unknown_role"]
     if len(rows) > 1 and len({drop.key for drop in roles}) == len(rows):
         raise ConfigError(

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from packhorse.errors import BadSample, ConfigError, list_some, suggest
+from packhorse.media.settings import check_dataset_settings
 from packhorse.types import Reasoning, is_weight
 
 FormatName = Literal["auto", "messages", "prompt_response"]
@@ -91,7 +92,8 @@ class Tags:
     observation_tag: str | None = None
     function_tag: str | None = None
 
-    def roles(self) -> dict[str, str]:
+    @lru_cache(maxsize=64)  # noqa: B019 (of values without state)
+    def roles(self) -> Mapping[str, str]:
         """Return what each role of a dataset is: a declared name replaces the usual ones of its role."""
         declared = {
             "user": self.user_tag,
@@ -105,12 +107,13 @@ class Tags:
 
     def of_turn(self, turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
         """Return the names of the role and the content of a turn; None for one that it lacks."""
-        roles = ("role", "from") if self.role_tag is None else (self.role_tag,)
-        contents = ("content", "value") if self.content_tag is None else (self.content_tag,)
-        return (
-            next((name for name in roles if name in turn), None),
-            next((name for name in contents if name in turn), None),
-        )
+        role: str | None = self.role_tag or "role"
+        content: str | None = self.content_tag or "content"
+        if role not in turn:
+            role = "from" if self.role_tag is None and "from" in turn else None
+        if content not in turn:
+            content = "value" if self.content_tag is None and "value" in turn else None
+        return role, content
 
 
 _REFERENCE_COLUMNS = Columns("messages", "images", "videos", "audios")
@@ -136,6 +139,8 @@ class RowFormat:
         chat_template_kwargs: options for the chat template, such as ``enable_thinking``.
         weight: factor for the loss of every row.
         allow_http: fetch media at ``http:`` and ``https:`` addresses in rows.
+        media_settings: size and frames of media without settings of their own, by the names in
+            :data:`~packhorse.media.settings.DATASET_SETTINGS`.
     """
 
     format: FormatName = "auto"
@@ -151,6 +156,7 @@ class RowFormat:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     weight: float = 1.0
     allow_http: bool = False
+    media_settings: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.confine and self.media_dir is None:
@@ -163,6 +169,7 @@ class RowFormat:
                 raise ConfigError.of(name, value, expected)
         if not is_weight(self.weight):
             raise ConfigError.of("weight", self.weight, "expected a number of 0 or more")
+        check_dataset_settings(self.media_settings)
 
     @classmethod
     def of(
@@ -196,6 +203,7 @@ class RowFormat:
         """Return the settings that differ from the defaults, as an entry of a meta file has them."""
         plain, default = asdict(self), asdict(RowFormat())
         changed = {name: value for name, value in plain.items() if value != default[name]}
+        changed |= changed.pop("media_settings", {})
         return {
             name: _without_none(value) if name in ("columns", "tags") else value
             for name, value in changed.items()

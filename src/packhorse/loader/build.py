@@ -51,35 +51,38 @@ def _warn_of_no_limit(why: str) -> None:
 
 
 @contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise :class:`SampleTimeout` in this thread if the block takes longer.
+def time_limit(seconds: float | None, key: str) -> Iterator[None]:
+    """Raise :class:`BadSample` if the block, which reads the sample ``key``, takes longer.
 
     Uses SIGALRM, which only the main thread can handle (a worker builds batches there). In other threads, and
     if the program has its own handler, there is no limit.
     """
-    previous = signal.getsignal(signal.SIGALRM)
-    if seconds is not None and threading.current_thread() is not threading.main_thread():
-        _warn_of_no_limit("samples are built outside the main thread")
-        seconds = None
-    elif seconds is not None and previous not in (signal.SIG_DFL, signal.SIG_IGN):
-        _warn_of_no_limit("the program has its own handler for SIGALRM")
-        seconds = None
-    if seconds is None:
+    previous, why = signal.getsignal(signal.SIGALRM), ""
+    if threading.current_thread() is not threading.main_thread():
+        why = "samples are built outside the main thread"
+    elif previous not in (signal.SIG_DFL, signal.SIG_IGN):
+        why = "the program has its own handler for SIGALRM"
+    if seconds is None or why:
+        if seconds is not None:
+            _warn_of_no_limit(why)
         yield
         return
 
     def stop(*_: Any) -> None:
-        raise SampleTimeout(f"not ready after {seconds:g} s (sample_timeout)")
+        raise SampleTimeout
 
     signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield
-    finally:
         try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            yield
+        finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        finally:  # even if the alarm goes off at this moment
-            signal.signal(signal.SIGALRM, previous)
+    except SampleTimeout:
+        detail = f"not ready after {seconds:g} s (sample_timeout)"
+        raise BadSample(detail, reason="broken_media", stage="media", key=key) from None
+    finally:  # even if the alarm goes off at this moment
+        signal.signal(signal.SIGALRM, previous)
 
 
 def _seed_random(text: str) -> None:
@@ -127,7 +130,7 @@ class BatchBuilder:
         self.samples.set_epoch(item.epoch)  # of ledger entries
         rows: list[Row] = []
         for pack in item.packs:
-            encoded = [(index, sample) for index in pack if (sample := self._load(index)) is not None]
+            encoded = [(index, sample) for index in pack if (sample := self.sample(index)) is not None]
             rows += self.split_rows(encoded)
         rows, batch = self._collate_usable(rows, item.media_mask)
         microbatches = self.config.pipeline_microbatches
@@ -167,11 +170,16 @@ class BatchBuilder:
 
     def sample(self, index: int) -> Sample | None:
         """Return a sample as :meth:`prepare` makes it; None if it cannot be used, which is recorded."""
+        key = self.samples.key(index)
         # With shard_data each rank has its own indices: keys differ.
-        sample = self.samples.key(index) if self.config.shard_data else index
-        _seed_random(f"{self.config.seed}/{self.samples.epoch}/{sample}")
-        with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
-            return self.prepare(self.samples.load_sample(index))
+        _seed_random(f"{self.config.seed}/{self.samples.epoch}/{key if self.config.shard_data else index}")
+        pool.note.value = index  # for the message if the sample kills its worker
+        try:
+            record, seconds = partial(self.samples.record, index), self.config.sample_timeout
+            with data_errors(self.samples.on_bad, record), time_limit(seconds, key):
+                return self.prepare(self.samples.load_sample(index))
+        finally:
+            pool.note.value = NO_SAMPLE
         return None
 
     def prepare(self, sample: Sample) -> Sample:
@@ -197,19 +205,6 @@ class BatchBuilder:
     def length(self, sample: Sample) -> int:
         """Return how many tokens of the batch a sample takes."""
         return len(sample)
-
-    def _load(self, index: int) -> Sample | None:
-        pool.note.value = index  # for the message if the sample kills its worker
-        try:
-            with time_limit(self.config.sample_timeout):
-                return self.sample(index)
-        except SampleTimeout as error:
-            key = self.samples.key(index)
-            with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
-                raise BadSample(str(error), reason="broken_media", stage="media", key=key) from None
-            return None
-        finally:
-            pool.note.value = NO_SAMPLE
 
     def _collate_usable(self, rows: list[Row], media_mask: MediaMask) -> tuple[list[Row], dict[str, Any]]:
         """Collate the rows and placeholders; if that fails, without the rows that cannot be collated."""
@@ -309,7 +304,7 @@ class PadBuilder(BatchBuilder):
         return super().length(sample) - 1
 
     def add_placeholder(self, rows: list[Row], media_mask: MediaMask) -> None:
-        """Add rows."""
+        """Add a row for each sample."""
         rows += [[(None, sample)] for _, sample in self.placeholders.samples(media_mask)]
 
     def in_order(self, rows: list[Row]) -> list[Row]:

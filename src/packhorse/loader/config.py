@@ -7,14 +7,13 @@ import os
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from packhorse.errors import ConfigError, require, suggest
 from packhorse.types import Rows, World
-from packhorse.utils.pool import StartMethod, check_start_method
+from packhorse.utils.pool import StartMethod
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -149,22 +148,19 @@ class LoaderConfig:
     verify: Verify = "changed"
 
     def __post_init__(self) -> None:
-        for name, hint in _field_types().items():
+        for name, hint in get_type_hints(LoaderConfig).items():
             if name not in ("data", "dataset_names"):
                 _check_value(name, getattr(self, name), hint)
         as_dtype(self.pixel_dtype)
         names = self.dataset_names
         if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
-            raise ConfigError(f"dataset_names={names!r}: expected a list of names, such as ['coco']")
+            raise ConfigError.of("dataset_names", names, "expected a list of names, such as ['coco']")
         if self.max_bad_share is not None and self.max_bad_share > 1:
-            raise ConfigError(f"max_bad_share={self.max_bad_share}: expected a share from 0 to 1, or None")
-        if self.multiprocessing_context is not None:
-            check_start_method(self.multiprocessing_context)
+            raise ConfigError.of("max_bad_share", self.max_bad_share, "expected a share from 0 to 1, or None")
         if self.mode == "pad":
-            defaults = {field.name: field.default for field in fields(self)}
             for name in _ONLY_FOR_PACKS:
-                if getattr(self, name) != defaults[name]:
-                    raise ConfigError(f"{name} applies to packs: use mode='pack'")
+                if (value := getattr(self, name)) != getattr(type(self), name):
+                    raise ConfigError.of(name, value, "applies to packs, use mode='pack'")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> LoaderConfig:
@@ -175,7 +171,7 @@ class LoaderConfig:
         """
         _check_names(settings)
         if "data" not in settings:
-            raise ConfigError("no 'data': name the meta file")
+            raise ConfigError("no 'data': name the meta file", setting="data")
         return cls(**settings)
 
     @classmethod
@@ -190,11 +186,10 @@ class LoaderConfig:
             try:
                 settings = yaml.safe_load(file)
             except yaml.YAMLError as error:
-                raise ConfigError(f"{os.fspath(path)} is not YAML: {error}") from error
+                raise ConfigError(f"{os.fspath(path)} is not YAML: {error}", path=path) from error
         if not isinstance(settings, dict):
-            raise ConfigError(
-                f"{os.fspath(path)}: expected settings by name, found {type(settings).__name__}"
-            )
+            found = type(settings).__name__
+            raise ConfigError(f"{os.fspath(path)}: expected settings by name, found {found}", path=path)
         folder = os.path.dirname(os.path.abspath(path))
         for name in _PATHS:
             value = settings.get(name)
@@ -319,7 +314,7 @@ def as_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
         return name
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"pixel_dtype={name!r}: expected the name of a torch dtype, such as 'bfloat16'")
+        raise ConfigError.of("pixel_dtype", name, "expected the name of a torch dtype, such as 'bfloat16'")
     return dtype
 
 
@@ -330,12 +325,8 @@ def _check_names(names: Iterable[str], others: Sequence[str] = ()) -> None:
     if unknown:
         other_names = {other: ours for ours, others in _OTHER_NAMES.items() for other in others}
         hints = [f"{name!r}{suggest(name, known, other_names)}" for name in unknown]
-        raise ConfigError(f"unknown setting {', '.join(hints)}. Settings are: {', '.join(sorted(known))}")
-
-
-@cache
-def _field_types() -> dict[str, Any]:
-    return get_type_hints(LoaderConfig)
+        message = f"unknown setting {', '.join(hints)}. Settings are: {', '.join(sorted(known))}"
+        raise ConfigError(message, setting=unknown[0])
 
 
 def _check_value(name: str, value: Any, hint: object) -> None:
@@ -348,19 +339,17 @@ def _check_value(name: str, value: Any, hint: object) -> None:
     if choices:
         if value not in choices:
             expected = ", ".join(map(repr, choices))
-            raise ConfigError(
-                f"{name}={value!r}: expected one of {expected}{or_none}{suggest(value, choices)}"
-            )
+            raise ConfigError.of(name, value, f"expected one of {expected}{or_none}{suggest(value, choices)}")
         return
     kinds = tuple(get_origin(option) or option for option in options)
     if int not in kinds and float not in kinds:
         if not isinstance(value, kinds):
             names = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
-            raise ConfigError(f"{name}={value!r}: expected {names}{or_none}")
+            raise ConfigError.of(name, value, f"expected {names}{or_none}")
         return
     whole = float not in kinds
     minimum = float("-inf") if name == "seed" else 1 if name in _AT_LEAST_ONE else 0
     is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not is_number or not value >= minimum or (name in _ABOVE_ZERO and not value):
         limit = " above 0" if name in _ABOVE_ZERO else "" if name == "seed" else f" of at least {minimum}"
-        raise ConfigError(f"{name}={value!r}: expected a {'whole ' if whole else ''}number{limit}{or_none}")
+        raise ConfigError.of(name, value, f"expected a {'whole ' if whole else ''}number{limit}{or_none}")

@@ -8,7 +8,7 @@ import math
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from logging import getLogger
 from pathlib import Path
 from types import MappingProxyType
@@ -198,24 +198,18 @@ def reconcile(
     stats = [part for part, _ in parts]
     earlier = [tally for _, tally in parts] if shard_data else [before]
     reasons, remarks = _count_reasons(ledger, ranks, own.epoch)
+    own = replace(own, reasons=reasons, remarks=remarks)
     unknown = "" if ranks.reaches_all_ranks else _NO_GROUP
     if ranks.reaches_all_ranks and None in earlier:
         unknown = _NO_COUNTS if ledger.path is None else _NO_STEPS.format(ledger.path.parent)
     total = Tally(sum(part.delivered or 0 for part in stats), sum(part.lost for part in stats))
     for tally in earlier:
         total = total.plus(tally or Tally())
-    summed = EpochStats(
-        own.epoch,
-        sum(part.rows for part in stats) if shard_data else own.rows,
-        sum(part.planned for part in stats) if shard_data else own.planned,
-        None if unknown else total.delivered,
-        total.lost,
-        reasons,
-        remarks,
-        unknown,
-        sum(part.supervised for part in stats) if shard_data else own.supervised,
-        sum(part.supervised_weight for part in stats) if shard_data else own.supervised_weight,
-    )
+    if shard_data:
+        names = ("rows", "planned", "supervised", "supervised_weight")
+        own = replace(own, **{name: sum(getattr(part, name) for part in stats) for name in names})
+    delivered = None if unknown else total.delivered
+    summed = replace(own, delivered=delivered, lost=total.lost, unknown=unknown)
     if summed.delivered is not None and summed.delivered + summed.lost != summed.planned:
         raise PackhorseError(
             f"epoch {summed.epoch} does not reconcile: {summed.planned:,} samples planned, "
@@ -291,12 +285,10 @@ def count_used(ledger: Ledger, ranks: Collectives, state: LoaderState) -> Tally 
             steps = by_rank[rank][number] if rank in by_rank else {}
             if len(steps) != segment.steps:
                 if not ranks.world.rank:
+                    has = f"{len(steps):,} of {segment.steps:,}"
+                    file = rank_file(own.path.parent, rank, _STEPS)
                     logger.warning(
-                        "%s has %s of %s micro-steps before the restart: how many samples were delivered is "
-                        "unknown",
-                        rank_file(own.path.parent, rank, _STEPS),
-                        f"{len(steps):,}",
-                        f"{segment.steps:,}",
+                        "%s has %s micro-steps before the restart: delivered is unknown", file, has
                     )
                 return None
             for tally, _ in steps.values():
@@ -320,8 +312,7 @@ def count_lost(ledger: Ledger, epoch: int) -> int:
 
 def restore_epoch(ledger: Ledger, epoch: int) -> None:
     """Read the entries about an epoch from the file of a ledger; they are not rewritten to it."""
-    if ledger.path is not None and ledger.path.exists():
-        ledger.restore(_read_ledger(ledger.path).of_epoch(epoch, alone=True))
+    ledger.restore(_read_ledger(ledger.path).of_epoch(epoch, alone=True))
 
 
 def roll_back(ledger: Ledger, world: World, epoch: int, remaining: Callable[[], Collection[str]]) -> None:

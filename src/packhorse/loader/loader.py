@@ -75,14 +75,6 @@ class Epoch:
     over: bool = False
 
 
-def make_work_item(
-    schedule: PackSchedule, epoch: int, rank: int, media_mask: MediaMask | None, step: int
-) -> WorkItem:
-    """Return what a rank builds in a step; ``media_mask`` of None is that of all ranks in this step."""
-    packs = tuple(map(tuple, schedule.samples(step, rank)))
-    return WorkItem(epoch, step, packs, schedule.media_mask(step) if media_mask is None else media_mask)
-
-
 class Loader:
     """Iterate over it for the batches of one rank.
 
@@ -286,11 +278,17 @@ class Loader:
 
         Captures the epoch, not ``self``, so the loader (and its workers) can be garbage-collected.
         """
-        media_mask: MediaMask | None = MediaMask.NONE
-        if self.config.placeholder == "auto":
-            # With shard_data a rank does not know which media the others have in a step.
-            media_mask = self._startup.media_mask if self.config.shard_data else None
-        return partial(make_work_item, epoch.schedule, self.epoch, self._plan_world.rank, media_mask)
+        schedule, number, rank = epoch.schedule, self.epoch, self._plan_world.rank
+        # With shard_data a rank does not know which media the others have in a step.
+        always = self._startup.media_mask if self.config.shard_data else None
+        if self.config.placeholder == "never":
+            always = MediaMask.NONE
+
+        def make(step: int) -> WorkItem:
+            packs = tuple(map(tuple, schedule.samples(step, rank)))
+            return WorkItem(number, step, packs, schedule.media_mask(step) if always is None else always)
+
+        return make
 
     def _deliver(self, built: Built, waited: float) -> None:
         """Count a batch as delivered, and reconcile the epoch after its last one.
@@ -356,7 +354,7 @@ class Loader:
         first batch of a loader, when that batch is requested.
         """
         if epoch < 0:
-            raise ConfigError(f"epoch {epoch}: expected 0 or more")
+            raise ConfigError.of("epoch", epoch, "expected 0 or more")
         if epoch != self.epoch or self._current.over:
             self._move_to(LoaderState(epoch))
             if not self.ledger.is_buffering:
@@ -377,7 +375,8 @@ class Loader:
         if consumed is None:
             consumed = delivered
         elif not 0 <= consumed <= delivered:
-            raise ConfigError(f"{consumed=}: {delivered} micro-steps of this epoch were delivered")
+            expected = f"{delivered} micro-steps of this epoch were delivered"
+            raise ConfigError.of("consumed", consumed, expected)
         used = current.before
         if used is not None and consumed:
             # What other ranks were given is in their step files, see `count_used`.
@@ -417,7 +416,9 @@ class Loader:
             raise ConfigError(
                 "with shard_data=True each rank plans its own rows: the state has [rank, world size, batch "
                 f"size, gradient_accumulation_steps] {saved.get('shard')}, this loader has {self._shard()}. "
-                "Resume with the same ones; without shard_data they may change"
+                "Resume with the same ones; without shard_data they may change",
+                setting="shard_data",
+                value=True,
             )
         state = LoaderState.from_dict(saved, self.plan_key, planner.key, planner.contents)
         self._move_to(state)
@@ -425,7 +426,9 @@ class Loader:
             raise ConfigError(
                 f"pack plan mismatch: the state has packs {saved.get('packs')}, this run planned "
                 f"{self._current.packs.digest} from the same counts (a different scipy version can do this). "
-                "Resume with the original version, or set effort=0 from the start"
+                "Resume with the original version, or set effort=0 from the start",
+                setting="packs",
+                value=saved.get("packs"),
             )
         used = state.used  # from the state, else from the step files
         if used is None and not shard_data:
@@ -480,7 +483,9 @@ class Loader:
             raise ConfigError(
                 f"shard_data=True on {self.world}: the ranks have to agree on the number of steps. "
                 "Initialise torch.distributed before building the loader and, if its default group has other "
-                "ranks, pass group=; or set shard_data=False"
+                "ranks, pass group=; or set shard_data=False",
+                setting="shard_data",
+                value=True,
             )
         # All ranks take as many steps as the one with the most, computed without the state.
         steps = len(schedule(LoaderState().under(self._layout).segments))

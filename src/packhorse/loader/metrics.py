@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from packhorse.types import BatchInfo
 
@@ -45,17 +45,6 @@ class Numbers:
     lost: int
 
 
-class _Step(NamedTuple):
-    """One micro-step: numbers of tokens, the straggler ratio, and seconds."""
-
-    tokens: int
-    slots: int
-    supervised: int
-    straggler: float
-    waited: float
-    took: float
-
-
 class Metrics:
     """Metrics of the last 50 steps, for a line in the log or for TensorBoard.
 
@@ -65,7 +54,8 @@ class Metrics:
 
     def __init__(self, gradient_accumulation_steps: int = 1) -> None:
         self._accumulation = gradient_accumulation_steps
-        self._steps: deque[_Step] = deque(maxlen=_WINDOW)
+        # Of each: tokens, slots, supervised tokens, the straggler ratio, seconds waited and taken.
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=_WINDOW)
         self.samples = self.lost = self.steps = 0
         self._last: float | None = None
 
@@ -78,7 +68,7 @@ class Metrics:
         self.steps += 1
         self.samples += len(info.samples)
         self.lost += len(info.lost)
-        self._steps.append(_Step(info.tokens, info.slots, info.supervised, straggler, waited, took))
+        self._steps.append((info.tokens, info.slots, info.supervised, straggler, waited, took))
 
     def pause(self) -> None:
         """Exclude the time until the next batch (between epochs)."""
@@ -86,17 +76,16 @@ class Metrics:
 
     def numbers(self) -> Numbers:
         """Return the current metrics; zeros before the first step."""
-        steps = self._steps
-        tokens, slots = sum(step.tokens for step in steps), sum(step.slots for step in steps)
-        waited, took = sum(step.waited for step in steps), sum(step.took for step in steps)
+        sums = [sum(column) for column in zip(*self._steps, strict=True)]
+        tokens, slots, supervised, straggler, waited, took = sums or [0.0] * 6
         fill = tokens / slots if slots else 0.0
         return Numbers(
             fill=fill,
             padding=1 - fill if slots else 0.0,
-            supervised=sum(step.supervised for step in steps) / tokens if tokens else 0.0,
+            supervised=supervised / tokens if tokens else 0.0,
             tokens_per_second=tokens / took if took else 0.0,
             wait=min(1.0, waited / took) if took else 0.0,
-            straggler=sum(step.straggler for step in steps) / len(steps) if steps else 1.0,
+            straggler=straggler / len(self._steps) if self._steps else 1.0,
             samples=self.samples,
             lost=self.lost,
         )

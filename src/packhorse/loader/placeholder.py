@@ -36,9 +36,10 @@ def smallest_media(encoder: Encoder, kind: MediaKind) -> MediaSize:
     size.
     """
     family = encoder.family
-    shapes = [(h, w) for h in _SIDES for w in _SIDES if h * w <= _MAX_PIXELS] if family.exact else []
-    shapes.sort(key=lambda shape: abs(shape[0] - _SIDE) + abs(shape[1] - _SIDE))
-    shapes = shapes or [(_SIDE, _SIDE)]
+    shapes = [(_SIDE, _SIDE)]
+    if family.exact:
+        shapes = [(h, w) for h in _SIDES for w in _SIDES if h * w <= _MAX_PIXELS]
+        shapes.sort(key=lambda shape: abs(shape[0] - _SIDE) + abs(shape[1] - _SIDE))
     sizes: dict[MediaKind, list[MediaSize]] = {
         "image": list(shapes),
         "video": [VideoInfo(n, h, w, None, None, tuple(range(n))) for h, w in shapes for n in _FRAMES],
@@ -49,11 +50,11 @@ def smallest_media(encoder: Encoder, kind: MediaKind) -> MediaSize:
     counted: list[tuple[int, int]] = []
     for index, size in enumerate(sizes[kind]):
         with suppress(*PROCESSOR_ERRORS):
-            tokens = encoder.media_tokens(kind, size)
-            if tokens:
+            if tokens := encoder.media_tokens(kind, size):
                 counted.append((tokens, index))
     if not counted:
-        raise ConfigError(f"{family.name} accepts no small {kind}: set placeholder='never'")
+        message = f"{family.name} accepts no small {kind}: set placeholder='never'"
+        raise ConfigError(message, setting="placeholder", value="auto")
     return sizes[kind][min(counted)[1]]
 
 
@@ -119,7 +120,9 @@ class Placeholders:
         except BadSample as error:
             raise ConfigError(
                 f"{self.dataset.family.name} cannot encode a placeholder {kind or 'text'} ({error.detail}): "
-                "set placeholder='never'"
+                "set placeholder='never'",
+                setting="placeholder",
+                value="auto",
             ) from error
         ids = sample.tokens["input_ids"]
         labels = torch.full_like(ids, IGNORE_INDEX, dtype=torch.int64)

@@ -232,7 +232,8 @@ class Planner:
     def check(self, plan: PackPlan) -> None:
         """Raise if the settings (``on_overlong``, ``on_bad``) do not allow what a plan drops."""
         if self.config.on_overlong == "raise" and (longest := self._longest(plan)):
-            raise ConfigError(f"{longest}: raise pack_size or set on_overlong='drop' or 'truncate'")
+            message = f"{longest}: raise pack_size or set on_overlong='drop' or 'truncate'"
+            raise ConfigError(message, setting="pack_size", value=self.config.pack_size)
         bad = np.flatnonzero(~self.counts.ok)
         if self.config.on_bad == "raise" and len(bad):
             first = int(bad[0])

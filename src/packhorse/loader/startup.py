@@ -29,11 +29,10 @@ from packhorse.count.counting import count_meta
 from packhorse.count.engines import RankEngine
 from packhorse.count.parts import CountedRows, PartCounter, make_counter
 from packhorse.count.sidecar import counts_of
-from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.distributed import Collectives
 from packhorse.encode.robust import dataset_key
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import BadSample, ConfigError, data_errors
+from packhorse.errors import ConfigError, data_errors
 from packhorse.families import Encoder
 from packhorse.families.models import (
     EXPECTED,
@@ -155,6 +154,7 @@ def open_data(
     dataset = run("open the data", partial(open_dataset, config, selection, shard))
     if isinstance(dataset, MetaDataset | ConvertedRows) and dataset.ledger is selection:
         dataset.ledger = ledger  # remarks on a row are entries of the rank that delivers it
+    run("check the settings of the datasets", partial(_check_dataset_settings, dataset, encoder))
     return OpenedData(dataset, encoder, model, ledger)
 
 
@@ -169,7 +169,8 @@ def start_up(
     if counts is None:
         counts = count_rows(config, opened, ranks)
     if len(counts) != len(dataset):
-        raise ConfigError(f"{len(counts):,} counts for {len(dataset):,} examples")
+        message = f"{len(counts):,} counts for {len(dataset):,} examples"
+        raise ConfigError(message, setting="counts", value=len(counts))
     samples = encoding_dataset(config, opened, config.pack_size)
     present, lacking = _media_of_samples(counts, ranks, config.shard_data)
     if samples.truncate and (counts.total - 1 > config.pack_size).any():
@@ -231,10 +232,8 @@ def _placeholder_tokens(
         return 0
     reserve = sum(length + -length % config.alignment for length in Placeholders(samples).lengths(media_mask))
     if 2 * reserve > config.pack_size:
-        raise ConfigError(
-            f"pack_size={config.pack_size:,} is too small for the placeholder of {reserve} tokens: make it "
-            "larger, or set placeholder='never'"
-        )
+        expected = f"too small for the placeholder of {reserve} tokens; raise it, or set placeholder='never'"
+        raise ConfigError.of("pack_size", config.pack_size, expected)
     return reserve
 
 
@@ -254,7 +253,8 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
             raise ConfigError(
                 "model is missing: packed rows need the model's positions, and not every model keeps the "
                 f"documents of a row apart. Pass {EXPECTED}: packhorse.load(data, processor, model=model). "
-                f'Without one use mode="pad", or model="{UNCHECKED}" to pack without these checks'
+                f'Without one use mode="pad", or model="{UNCHECKED}" to pack without these checks',
+                setting="model",
             )
         return ModelInfo(name="none")
     inner, config = resolve_model(model)
@@ -284,7 +284,9 @@ def _check_processor(processor: Processor, model: ModelInfo) -> None:
     if parts and is_tokenizer(processor):
         raise ConfigError(
             f"processor is a tokenizer ({type(processor).__name__}), but {model.name} has a {parts[0]}: pass "
-            "the model's processor, AutoProcessor.from_pretrained(name)"
+            "the model's processor, AutoProcessor.from_pretrained(name)",
+            setting="processor",
+            value=type(processor).__name__,
         )
 
 
@@ -298,7 +300,9 @@ def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
         if model.config is not None:
             raise ConfigError(
                 f"{model.name} has no get_rope_index, but models of the processor's family {family.name} "
-                "have positions in three rows (mRoPE): pass the whole model that belongs to the processor"
+                "have positions in three rows (mRoPE): pass the whole model that belongs to the processor",
+                setting="model",
+                value=model.name,
             )
         logger.warning(
             "model='unchecked': positions have one row, but models of family %s have three (mRoPE), so "
@@ -306,15 +310,11 @@ def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
             family.name,
         )
     if config.pad_to_size and config.pack_size % config.alignment:
-        raise ConfigError(
-            f"pad_to_size=True pads to pack_size={config.pack_size:,}, which is no multiple of "
-            f"alignment={config.alignment}: make it one"
-        )
+        expected = f"pad_to_size=True needs a multiple of alignment={config.alignment}"
+        raise ConfigError.of("pack_size", config.pack_size, expected)
     if attn_backend(config, model) not in ATTENTION:
-        raise ConfigError(
-            f"packs cannot be collated for attn_implementation={model.attn_implementation!r} of "
-            f"{model.name}: load the model with one of {', '.join(ATTENTION)}"
-        )
+        expected = f"packs cannot be collated for it; load {model.name} with one of {', '.join(ATTENTION)}"
+        raise ConfigError.of("attn_implementation", model.attn_implementation, expected)
     check_router_loss(model.config)
     if model.loaded and config.attn_implementation is not None:
         check_takes_batches_of(model.name, model.attn_implementation, config.attn_implementation)
@@ -336,9 +336,8 @@ def open_dataset(config: LoaderConfig, ledger: Ledger, shard: World | None = Non
     """
     data, names = config.data, config.dataset_names
     if isinstance(data, Mapping) and data and all(hasattr(part, "column_names") for part in data.values()):
-        raise ConfigError(
-            f"data has the splits {', '.join(data)}: choose one, for example data['{next(iter(data))}']"
-        )
+        expected = f"these are splits; choose one, for example data['{next(iter(data))}']"
+        raise ConfigError.of("data", list(data), expected)
     dataset: Rows
     if isinstance(data, str | PathLike | Mapping):
         if isinstance(data, str | PathLike):
@@ -354,9 +353,10 @@ def open_dataset(config: LoaderConfig, ledger: Ledger, shard: World | None = Non
         if shard is not None:
             dataset = Shard(dataset, shard)
     if not len(dataset):
-        name = f"{data}: " if isinstance(data, str | PathLike) else ""
+        path = data if isinstance(data, str | PathLike) else ""
         where = f" for {shard}: it has fewer rows than ranks" if shard is not None else ""
-        raise ConfigError(f"{name}there is no example in the data{where}")
+        message = f"{path}{': ' if path else ''}there is no example in the data{where}"
+        raise ConfigError(message, setting="data", path=path)
     return dataset
 
 
@@ -392,10 +392,13 @@ def _check_examples(data: Any, names: Sequence[str] | None) -> None:
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise ConfigError(
             f'data is a {type(data).__name__}: expected {_EXPECTED}. Write data="train.jsonl", or '
-            'data=[{"messages": […]}, …]'
+            'data=[{"messages": […]}, …]',
+            setting="data",
+            value=type(data).__name__,
         )
     if names is not None:
-        raise ConfigError("dataset_names= needs a meta file, but data is a sequence of examples")
+        expected = "only for a meta file, but data is a sequence of rows"
+        raise ConfigError.of("dataset_names", names, expected)
 
 
 def _check_is_file(path: str) -> None:
@@ -403,7 +406,8 @@ def _check_is_file(path: str) -> None:
     if is_address(path):
         return
     if not os.path.exists(path):
-        raise ConfigError(f"data {path}: no such file or directory. Expected {_EXPECTED}")
+        message = f"data {path}: no such file or directory. Expected {_EXPECTED}"
+        raise ConfigError(message, setting="data", path=path)
     if os.path.isdir(path):
         data_files = (name for name in sorted(os.listdir(path)) if name.endswith(DATA_SUFFIXES))
         file, kind, advice = os.path.join(path, next(data_files, "train.jsonl")), "a directory", "Pass"
@@ -413,7 +417,19 @@ def _check_is_file(path: str) -> None:
         advice = "Write its rows to a file, one JSON object a line, then pass"
     else:
         return
-    raise ConfigError(f"data {path} is {kind}. Expected {_EXPECTED}. {advice} {file}")
+    message = f"data {path} is {kind}. Expected {_EXPECTED}. {advice} {file}"
+    raise ConfigError(message, setting="data", path=path)
+
+
+def _check_dataset_settings(dataset: Rows, encoder: Encoder) -> None:
+    """Raise if a dataset has settings for its media that the processor's family does not take."""
+    if isinstance(dataset, Shard):
+        dataset = dataset.data
+    if isinstance(dataset, MetaDataset):
+        for source in dataset.sources:
+            encoder.check_dataset_settings(source.config.name, source.config.rules.media_settings)
+    elif isinstance(dataset, ConvertedRows):
+        encoder.check_dataset_settings("", dataset.rules.media_settings)
 
 
 class Shard(Sequence[Any]):
@@ -522,16 +538,10 @@ def count_examples(dataset: Rows, processor: Encoder | Processor, rows: range | 
         for first in range(0, len(rows), _BLOCK):
             block = CountedRows()
             for index in rows[first : first + _BLOCK]:
-                block.add(_count_example(counter, dataset, index))
+                key = dataset_key(dataset, index)
+                with data_errors("drop", block.add, key=key):
+                    example = counter.encoder.place_audio(dataset[index], key)
+                    block.add(counter.count(parse_conversation(example, key)))
             parts.append(CountColumns.of(block.batch()))
             progress(min(first + _BLOCK, len(rows)))
     return CountColumns.concat(parts)
-
-
-def _count_example(counter: TokenCounter, dataset: Rows, index: int) -> Counted | BadSample:
-    key = dataset_key(dataset, index)
-    with data_errors(key=key) as outcome:
-        example = counter.encoder.place_audio(dataset[index], key)
-        return counter.count(parse_conversation(example, key))
-    assert outcome.error is not None
-    return outcome.error

@@ -106,24 +106,31 @@ class LoaderState:
     ) -> LoaderState:
         """Read what :meth:`to_dict` returned; raise if it belongs to other data or to another plan."""
         if not isinstance(state, Mapping) or "version" not in state:
-            keys = f"a dict with {sorted(map(str, state))}" if isinstance(state, Mapping) else None
+            found = (
+                f"a dict with {sorted(map(str, state))}" if isinstance(state, Mapping) else repr(state)[:80]
+            )
             raise ConfigError(
-                f"not the state of a loader: found {keys or repr(state)[:80]}. Pass what loader.state_dict() "
-                'returned, for example checkpoint["loader"]'
+                f"not the state of a loader: found {found}. Pass what loader.state_dict() returned, for "
+                'example checkpoint["loader"]',
+                setting="state",
+                value=found,
             )
         try:
             version, saved_plan, epoch = state["version"], state["plan"], int(state["epoch"])
             segments = tuple(ResumeSegment(*map(int, segment)) for segment in state["segments"])
             if version == VERSION:
                 data = [(str(name), str(digest)) for name, digest in state["data"]]
-                used = None if state["used"] is None else Tally(*map(int, state["used"]))
+                used = None if state["used"] is None else Tally._make(map(int, state["used"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"not the state of a loader ({type(error).__name__}: {error})") from error
+            message = f"not the state of a loader ({type(error).__name__}: {error})"
+            raise ConfigError(message, setting="state") from error
         if version != VERSION:
-            raise ConfigError(
-                f"loader state of version {version}, expected {VERSION}: it has no digests of the data, so a "
-                "change of the data would not be noticed. Finish that epoch with the packhorse version that "
-                f"saved the state, or restart it with loader.set_epoch({epoch})"
+            raise ConfigError.of(
+                "version",
+                version,
+                f"expected {VERSION}. The loader state has no digests of the data, so a change of the data "
+                "would not be noticed. Finish that epoch with the packhorse version that saved the state, or "
+                f"restart it with loader.set_epoch({epoch})",
             )
         _check_data(data, contents)
         if saved_plan != plan:
@@ -131,13 +138,14 @@ class LoaderState:
                 f"the state belongs to plan {saved_plan}, this loader has plan {plan}"
                 f"{_describe_differences(state.get('made_from'), made_from)}: data, counts, processor, "
                 "pack_size, seed, model sizes and the other planning settings have to be those of the run "
-                "that saved it (world size, batch_size, gradient_accumulation_steps, num_workers may differ)"
+                "that saved it (world size, batch_size, gradient_accumulation_steps, num_workers may differ)",
+                setting="plan",
+                value=saved_plan,
             )
-        if not segments:
-            raise ConfigError("not the state of a loader (no segments)")
         numbers = (epoch, *(number for segment in segments for number in segment), *(used or ()))
-        if min(numbers) < 0:
-            raise ConfigError(f"a loader state with negative numbers: epoch {epoch}, {segments}, {used}")
+        if not segments or min(numbers) < 0:
+            message = f"not the state of a loader: epoch {epoch}, segments {segments}, used {used}"
+            raise ConfigError(message, setting="state", value=numbers)
         return cls(epoch, segments, used)
 
 
@@ -146,17 +154,22 @@ def _check_data(saved: Sequence[tuple[str, str]], contents: Sequence[Content]) -
     if len(saved) != len(contents):
         raise ConfigError(
             f"the state has the datasets {', '.join(name for name, _ in saved)}, this loader has "
-            f"{', '.join(content.name for content in contents)}. Resume with the datasets of the state"
+            f"{', '.join(content.name for content in contents)}. Resume with the datasets of the state",
+            setting="data",
+            value=[name for name, _ in saved],
         )
     changed = [
-        f"{content}: digest {digest} when the state was saved, {content.digest} now"
+        (content, f"{content}: digest {digest} when the state was saved, {content.digest} now")
         for (_, digest), content in zip(saved, contents, strict=True)
         if digest != content.digest
     ]
     if changed:
+        described = list_some((text for _, text in changed), 5, "; ")
         raise ConfigError(
-            f"the data have changed since the state was saved. {list_some(changed, 5, '; ')}. Restore them, "
-            "or start a new run: otherwise some rows would be delivered twice and others never"
+            f"the data have changed since the state was saved. {described}. Restore them, or start a new "
+            "run: otherwise some rows would be delivered twice and others never",
+            setting="data",
+            value=[content.name for content, _ in changed],
         )
 
 

@@ -275,6 +275,17 @@ def resize_image(
     return _within(height, width, factor, (rows, columns), area, 1, min_pixels, max_pixels)
 
 
+def fit_image(height: int, width: int, factor: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
+    """Return (height, width) after resizing by the rule of ``qwen_vl_utils``.
+
+    As :func:`resize_image`, but a side below half of ``factor`` counts as one ``factor``, not as none.
+    """
+    _check_aspect_ratio(height, width)
+    rows, columns = (max(1, round(side / factor)) for side in (height, width))
+    area = rows * columns * factor * factor
+    return _within(height, width, factor, (rows, columns), area, 1, min_pixels, max_pixels)
+
+
 def image_tokens(size: tuple[int, int], factor: int, min_pixels: int, max_pixels: int) -> int:
     """Return the tokens of an image after `resize_image`: one for each square of ``factor`` pixels a side."""
     height, width = resize_image(*size, factor, min_pixels, max_pixels)
@@ -313,8 +324,8 @@ def _within(
     cells: tuple[int, int],
     area: int,
     frames: int,
-    min_pixels: int,
-    max_pixels: int,
+    min_pixels: float,
+    max_pixels: float,
 ) -> tuple[int, int]:
     """Return the rounded size, scaled down or up if its area is outside the budget."""
     rows, columns = cells

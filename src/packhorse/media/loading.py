@@ -18,6 +18,7 @@ from packhorse.media.audio import audio_info, load_audio
 from packhorse.media.failure import DEFAULT_MAX_BYTES, bad_media
 from packhorse.media.images import DEFAULT_MAX_PIXELS, image_size, load_image
 from packhorse.media.sampling import VideoInfo, VideoSampling
+from packhorse.media.settings import check_frame_limits
 from packhorse.media.source import describe
 from packhorse.media.video import VideoFrames, VideoMetadata, load_video, probe_video
 from packhorse.types import MediaKind, MediaRef
@@ -111,9 +112,11 @@ def placeholder_media(kind: MediaKind, size: MediaSize, sampling_rate: int = 16_
 def sampling_of(ref: MediaRef, sampling: VideoSampling | None) -> VideoSampling:
     """Return ``sampling`` with the options of the video's row; raise ``wrong_format`` for an invalid one."""
     try:
-        return (sampling or VideoSampling()).override(**_video_options(ref))
+        result = (sampling or VideoSampling()).override(**_video_options(ref))
     except ConfigError as error:
         raise bad_media(f"{describe(ref.source)}: {error}", "wrong_format") from error
+    check_frame_limits(ref.options)
+    return result
 
 
 def _video_options(ref: MediaRef) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
 from typing import Any
 
@@ -228,24 +228,18 @@ def wrap_vlm_collate_for_pp(
         ValueError: ``n_microbatches`` is not a positive number.
     """
     _, number = check_sizes({}, 1, n_microbatches)
-    return _PreparingCollate(collate_fn, number, None if layout is None else dict(layout))
+    return partial(_collate_and_prepare, collate_fn, number, None if layout is None else dict(layout))
 
 
-@dataclass(frozen=True, slots=True)
-class _PreparingCollate:
-    """The result of :func:`wrap_vlm_collate_for_pp`; a class, so that it can be pickled."""
-
-    collate_fn: Callable[[Any], BatchMapping]
-    n_microbatches: int
-    layout: MediaLayout | None
-
-    def __call__(self, samples: Any) -> Any:
-        batch: Any = self.collate_fn(samples)
-        if not isinstance(batch, MutableMapping):
+def _collate_and_prepare(
+    collate_fn: Callable[[Any], BatchMapping], n_microbatches: int, layout: MediaLayout | None, samples: Any
+) -> Any:
+    batch: Any = collate_fn(samples)
+    if not isinstance(batch, MutableMapping):
+        return batch
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() == 0:
+        if not _has_media(batch, {**(batch.get(MEDIA_LAYOUT_KEY) or {}), **(layout or {})}):
             return batch
-        ids = batch.get("input_ids")
-        if not isinstance(ids, torch.Tensor) or ids.dim() == 0:
-            if not _has_media(batch, {**(batch.get(MEDIA_LAYOUT_KEY) or {}), **(self.layout or {})}):
-                return batch
-            raise ValueError(f"the batch has no tensor 'input_ids' with its rows, only {', '.join(batch)}")
-        return prepare_vlm_media_for_pp(batch, len(ids), self.n_microbatches, layout=self.layout)
+        raise ValueError(f"the batch has no tensor 'input_ids' with its rows, only {', '.join(batch)}")
+    return prepare_vlm_media_for_pp(batch, len(ids), n_microbatches, layout=layout)

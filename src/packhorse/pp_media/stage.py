@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,10 +66,7 @@ def stage_vlm_media_for_pp(
         )
     chunks = batch.pop(VLM_PP_MEDIA_KEY, None)
     try:
-        if pp.info.has_first_stage:
-            with _attach(innermost(model_parts[0]), chunks or {}):
-                yield
-        else:
+        with _attach(innermost(model_parts[0]), chunks or {}) if pp.info.has_first_stage else nullcontext():
             yield
     finally:
         if chunks is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import tempfile
@@ -75,7 +76,8 @@ def build_once(name: str, write: Callable[[IO[bytes]], None]) -> Path:
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError(f"the cache cannot be written ({error}): set PACKHORSE_CACHE") from error
+                message = f"the cache cannot be written ({error}): set PACKHORSE_CACHE"
+                raise ConfigError(message, setting="PACKHORSE_CACHE", path=target.parent) from error
             write_atomic(target, write, to_disk=True)
     return target
 
@@ -189,10 +191,6 @@ def remove_if_idle(path: Path) -> None:
 
 def _lock(fd: int, *, exclusive: bool) -> bool:
     """Lock an open file; return False if another process has locked it. True on systems without locks."""
-    try:
-        import fcntl
-    except ImportError:
-        return True
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 
 from packhorse.errors import ConfigError, PackhorseError
 
@@ -525,16 +525,6 @@ def _end_workers(workers: list[_Worker], owner: int) -> None:
 StartMethod = Literal["fork", "spawn", "forkserver"]
 
 
-def check_start_method(name: str) -> None:
-    """Raise if this platform cannot start processes in this way."""
-    available = multiprocessing.get_all_start_methods()
-    if name not in available:
-        raise ConfigError(
-            f"multiprocessing_context={name!r} is not available on this platform; choose one of "
-            f"{', '.join(available)}"
-        )
-
-
 class LocalEngine:
     """Runs tasks on processes of this machine.
 
@@ -552,8 +542,10 @@ class LocalEngine:
     ) -> None:
         self.num_workers = _cores() if num_workers is None else num_workers
         if self.num_workers < 1:
-            raise ConfigError(f"num_workers={num_workers} is too few: expected at least 1")
-        check_start_method(multiprocessing_context)
+            raise ConfigError.of("num_workers", num_workers, "expected at least 1")
+        if multiprocessing_context not in get_args(StartMethod):
+            expected = f"expected one of {', '.join(get_args(StartMethod))}"
+            raise ConfigError.of("multiprocessing_context", multiprocessing_context, expected)
         self.multiprocessing_context: StartMethod = multiprocessing_context
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:

@@ -238,7 +238,7 @@ def test_images_in_a_parquet_file_are_decoded(tmp_path: Path) -> None:
 
 
 def test_a_cut_off_video_is_found_and_a_whole_one_is_not(tmp_path: Path) -> None:
-    from packhorse.cli.demo.data import write_demo_data
+    from demo_data import write_demo_data
 
     meta = write_demo_data(tmp_path)
     clip = tmp_path / "media" / "clip1.mp4"

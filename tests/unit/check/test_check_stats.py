@@ -12,8 +12,8 @@ from planted import image_row, make_image, text_row, write_clean
 
 from contract.processors import processor
 from count_samples import sidecars, write_chats, write_meta, write_rows
+from demo_data import write_demo_data
 from packhorse import counts_of, open_meta_dataset
-from packhorse.cli.demo.data import write_demo_data
 from packhorse.count.columns import Distribution
 from packhorse.errors import ConfigError
 from packhorse.tools.stats import compute_stats

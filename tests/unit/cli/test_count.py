@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from count_samples import chat, save_processor, sidecars, stale_files, write_chats
+from demo_data import write_demo_data
 from packhorse.cli.app import app
-from packhorse.cli.demo.data import write_demo_data
 from packhorse.count.token_counter import TokenCounter
 
 

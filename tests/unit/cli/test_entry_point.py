@@ -254,15 +254,19 @@ def test_warnings_of_other_libraries_are_only_shown_with_v(tmp_path: Path, saved
     config = tiny_model("qwen2_vl").config.to_dict()
     config["text_config"]["rope_parameters"]["unknown_key"] = 1  # transformers logs a warning
     (folder / "config.json").write_text(json.dumps(config))
-    site = python_path(tmp_path / "path")
-    with open(tmp_path / "path" / "site" / "sitecustomize.py", "a") as file:
-        file.write(
-            "import warnings\nimport transformers\nopen_it = transformers.AutoProcessor.from_pretrained\n"
-            "def warn(*a, **k):\n    warnings.warn('a library warns')\n    return open_it(*a, **k)\n"
-            "transformers.AutoProcessor.from_pretrained = warn\n"
-        )
+    path = python_path(tmp_path / "path")
+    site = tmp_path / "path" / "site"
+    (site / "warns.py").write_text(
+        "import warnings\nimport transformers\nopen_it = transformers.AutoProcessor.from_pretrained\n"
+        "def warn(*a, **k):\n    warnings.warn('a library warns')\n    return open_it(*a, **k)\n"
+        "transformers.AutoProcessor.from_pretrained = warn\n"
+    )
+    with open(site / "sitecustomize.py", "a") as file:
+        file.write("import warns\n")
     arguments = ["plan", meta, "--processor", folder, "--num-workers", "1"]
-    quiet, loud = (run(*arguments, *more, PYTHONPATH=site) for more in ((), ("-v",)))
+    quiet = run(*arguments, PYTHONPATH=path)  # in a new interpreter, whose imports may not warn either
+    code = "import warns\nfrom packhorse.cli.app import main\nmain()"
+    loud = run_warm("-c", code, *arguments, "-v", env={**os.environ, "PYTHONPATH": path})
     assert (quiet.returncode, quiet.stderr) == (0, "")
     assert "unknown_key" in loud.stderr
     assert "a library warns" in loud.stderr
@@ -275,20 +279,24 @@ def test_a_command_leaves_warnings_loggers_and_environment_as_they_were(tmp_path
     assert (dict(os.environ), logging.getLogger("transformers").level, list(warnings.filters)) == before
 
 
-def test_llama_factorys_dataset_info_is_named_with_the_way_out(tmp_path: Path) -> None:
-    write_rows(tmp_path / "charts.json", [{"conversations": []}])
-    entries = {
-        "formatting": {"file_name": "charts.json", "formatting": "sharegpt"},
-        "hub": {"hf_hub_url": "someone/data", "ms_hub_url": "someone/data"},
-        "columns": {"file_name": "charts.json", "columns": {"prompt": "instruction"}},
-    }
-    for name, entry in entries.items():
-        (tmp_path / "dataset_info.json").write_text(json.dumps({name: entry}))
-        line = error_line(["check", tmp_path / "dataset_info.json"])
-        assert f"dataset_info.json: dataset '{name}'" in line
-        assert "A dataset_info.json of LLaMA-Factory is not read as it is: write a meta file from it" in line
-    (tmp_path / "meta.json").write_text(json.dumps({"a": {"file_name": "charts.json", "colums": {}}}))
-    assert "LLaMA-Factory" not in error_line(["check", tmp_path / "meta.json"])
+@pytest.mark.parametrize("command", ["stats", "count", "plan", "check"])
+def test_llama_factorys_dataset_info_is_read_as_it_is(command: str, tmp_path: Path, saved: str) -> None:
+    rows = [{"instruction": f"Count to {n}.", "input": "", "output": "1, " * n} for n in range(1, 4)]
+    (tmp_path / "stories.json").write_text(json.dumps(rows))
+    entries = {"stories": {"file_name": "stories.json"}, "elsewhere": {"hf_hub_url": "someone/data"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(entries))
+    arguments = [tmp_path / "dataset_info.json", "--dataset", "stories", *options(command, saved)]
+    result = CliRunner().invoke(app, [command, *map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    (dataset,) = report["datasets"]
+    assert (dataset["name"], dataset["rows"]) == ("stories", 3)
+
+
+def test_a_wrong_entry_of_a_dataset_info_is_one_line_with_dataset_and_key(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"a": {"file_name": "a.json", "formating": ""}}))
+    line = error_line(["check", tmp_path / "dataset_info.json"])
+    assert "dataset_info.json: dataset 'a': unknown formating (did you mean 'formatting'?)" in line
 
 
 def test_a_mistyped_dataset_gets_a_suggestion(tmp_path: Path) -> None:
@@ -414,7 +422,7 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_in_a_count_is_exit_code_130_and_leaves_no_half_file(tmp_path: Path, saved: str) -> None:
-    meta = write_chats(tmp_path / "data", 60_000)
+    meta = write_chats(tmp_path / "data", 20_000)
     command = [PACKHORSE, "count", str(meta), "--processor", saved, "--num-workers", "2"]
     with subprocess.Popen(
         [*command, "--part-rows", "200", "--write-jsonl", str(tmp_path / "copies")],

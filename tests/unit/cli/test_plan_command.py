@@ -375,7 +375,7 @@ def test_several_pack_sizes_are_compared_and_no_plan_is_written(meta: Path, save
 
 def test_ctrl_c_leaves_no_half_plan(tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path / "path"))
-    meta = write_chats(tmp_path / "data", 60_000)
+    meta = write_chats(tmp_path / "data", 20_000)
     command = [
         sys.executable,
         "-m",

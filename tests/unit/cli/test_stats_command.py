@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from count_samples import chat, save_processor, sidecars, write_chats, write_meta, write_rows
+from demo_data import write_demo_data
 from packhorse.cli.app import app
-from packhorse.cli.demo.data import write_demo_data
 from packhorse.cli.stats import bins_for, histogram_lines, short
 from packhorse.count.columns import Distribution
 

@@ -23,7 +23,7 @@ from count_samples import (
     write_meta,
     write_rows,
 )
-from packhorse.cli.demo.data import write_demo_data
+from demo_data import write_demo_data
 from packhorse.count.count_report import write_counted_jsonl
 from packhorse.count.counting import count_meta
 from packhorse.count.token_counter import Counted, TokenCounter

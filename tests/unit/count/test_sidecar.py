@@ -12,7 +12,7 @@ import pytest
 
 from contract.processors import build
 from count_samples import chat, save_processor, sidecars, write_chats, write_meta, write_rows
-from packhorse.cli.demo.data import write_demo_data
+from demo_data import write_demo_data
 from packhorse.count.columns import CountColumns
 from packhorse.count.counting import count_meta
 from packhorse.count.sidecar import Sidecar, counts_of

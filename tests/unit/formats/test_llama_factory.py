@@ -100,8 +100,8 @@ def test_a_dataset_of_a_hub_is_loaded_once_and_kept_as_a_file(tmp_path: Path, ca
 
 
 def test_a_hub_that_is_not_reached_is_one_error_with_the_remedy(tmp_path: Path) -> None:
-    info = write(tmp_path, {"mine": {"hf_hub_url": "nobody/nothing"}})
-    with raises_config("hf_hub_url", "nobody/nothing", match="dataset 'mine'.*cannot be loaded.*file_name"):
+    info = write(tmp_path, {"mine": {"hf_hub_url": "not/there"}})
+    with raises_config("hf_hub_url", "not/there", match="dataset 'mine'.*cannot be loaded.*file_name"):
         open_meta_dataset(info)
 
 
@@ -120,7 +120,7 @@ def test_a_wrong_entry_names_its_key(tmp_path: Path, entry: dict[str, Any], sett
         read_meta(write(tmp_path, {"mine": entry}, rows=[]))
 
 
-def test_preference_data_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+def test_preference_data_is_rejected_when_it_is_opened(tmp_path: Path) -> None:
     entry = {"file_name": "rows.json", "ranking": True, "columns": {"chosen": "good", "rejected": "bad"}}
     rows = [{"instruction": QUESTION, "good": ANSWER, "bad": "You."}]
     with pytest.raises(ConfigError, match="preference data"):

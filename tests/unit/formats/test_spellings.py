@@ -275,6 +275,8 @@ PNG64 = base64.b64encode(png()).decode()
         ({"messages": turns([{"type": "image", "image": "data:image/png,abc"}])}, "wrong_format"),
         ({"messages": turns([{"type": "image", "url": "https://host/a.png"}])}, "not_allowed"),
         ({"messages": turns(MARKED), "images": ["http://host/a.png"]}, "not_allowed"),
+        ({"messages": turns(MARKED), "images": ["simplecache::HTTPS://host/a.png"]}, "not_allowed"),
+        ({"messages": turns("<video>"), "videos": [["a.png", "http://host/b.png"]]}, "not_allowed"),
         ({"messages": turns(), "tools": "[{"}, "wrong_format"),
         ({"messages": turns(), "tools": 3}, "wrong_format"),
         ({"messages": [{"role": "function_call", "content": "no JSON"}]}, "wrong_format"),

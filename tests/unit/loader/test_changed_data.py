@@ -29,6 +29,7 @@ from loader_samples import delivered_rows, texts
 from loader_samples import load as load_examples
 from packhorse.count.contents import digest_of_examples
 from packhorse.errors import ConfigError
+from raising import raises_config
 
 ROWS = 30
 FORMATS = ["rows.jsonl", "rows.json", "rows.jsonl.gz", "rows.json.gz", "rows.parquet"]
@@ -103,7 +104,7 @@ def test_any_edit_of_any_row_is_rejected_and_the_file_is_named(
         state = saved_state(file)
         write(file, changed)
         loader = load(file, verify=verify)
-        with pytest.raises(ConfigError) as caught:
+        with raises_config("data", ["chats"]) as caught:
             loader.load_state_dict(state)
         assert f"{file} (dataset 'chats')" in str(caught.value)
         assert state["data"][0][1] in str(caught.value)
@@ -117,7 +118,7 @@ def test_swapped_rows_are_rejected_in_every_format(tmp_path: Path, name: str) ->
     file = write(tmp_path / name, rows())
     state = saved_state(file)
     write(file, swap(rows(), 11, 20))
-    with pytest.raises(ConfigError, match=f"{name}.*digest {state['data'][0][1]} when"):
+    with raises_config("data", ["chats"], match=f"{name}.*digest {state['data'][0][1]} when"):
         load(file).load_state_dict(state)
 
 
@@ -146,7 +147,7 @@ def test_a_remote_file_that_was_replaced_is_rejected() -> None:
     load("memory://changed-data/rows.jsonl").load_state_dict(state)
     with fsspec.open("memory://changed-data/rows.jsonl", "wb") as file:
         file.write("".join(json.dumps(one) + "\n" for one in swap(rows(), 3, 17)).encode())
-    with pytest.raises(ConfigError, match=r"memory://changed-data/rows\.jsonl"):
+    with raises_config("data", ["chats"], match=r"memory://changed-data/rows\.jsonl"):
         load("memory://changed-data/rows.jsonl").load_state_dict(state)
 
 
@@ -171,7 +172,7 @@ def test_a_full_check_finds_an_edit_that_kept_size_and_time(
     with pytest.raises(ConfigError, match=rf"{file}: rows 0 to 1199 have changed since .* --fresh"):
         load(file, verify="full")
     packhorse.count_meta({"x": {"file_name": str(file)}}, processor("qwen2_vl"), fresh=True)
-    with pytest.raises(ConfigError, match=f"{file} .*digest {state['data'][0][1]} when"):
+    with raises_config("data", ["chats"], match=f"{file} .*digest {state['data'][0][1]} when"):
         load(file, verify="full").load_state_dict(state)
 
 
@@ -180,7 +181,7 @@ def test_counts_that_were_passed_do_not_hide_an_edit(tmp_path: Path) -> None:
     counts = load(file).counts
     state = saved_state(file, counts=counts)
     write(file, swap(rows(), 1, 2))
-    with pytest.raises(ConfigError, match=r"rows\.jsonl"):
+    with raises_config("data", ["chats"], match=r"rows\.jsonl"):
         load(file, counts=counts).load_state_dict(state)
 
 
@@ -190,11 +191,11 @@ def test_only_the_changed_file_of_a_mixture_is_named(tmp_path: Path) -> None:
     meta = write_meta(tmp_path, {name: {"file_name": f"{name}.jsonl"} for name in ("first", "second")})
     state = load_examples(meta, model="unchecked").state_dict()
     write(tmp_path / "second.jsonl", swap(rows(), 0, ROWS - 1))
-    with pytest.raises(ConfigError) as caught:
+    with raises_config("data", ["second"]) as caught:
         load_examples(meta, model="unchecked").load_state_dict(state)
     assert "second.jsonl" in str(caught.value)
     assert "first.jsonl" not in str(caught.value)
-    with pytest.raises(ConfigError, match="has the datasets first, second, this loader has first"):
+    with raises_config("data", ["first", "second"], match="this loader has first"):
         load_examples(meta, model="unchecked", dataset_names=["first"]).load_state_dict(state)
 
 
@@ -217,7 +218,7 @@ def test_examples_in_another_order_are_rejected(changed: list[int]) -> None:
     content = [example(f"why {n:03}", "so") for n in range(12)]
     loader = load_examples(content, model="unchecked", mode="pad")
     again = load_examples([content[n] for n in changed], model="unchecked", mode="pad")
-    with pytest.raises(ConfigError, match="data in memory: digest"):
+    with raises_config("data", ["data in memory"], match="changed since"):
         again.load_state_dict(loader.state_dict())
 
 
@@ -309,5 +310,5 @@ def test_a_state_of_the_version_before_is_rejected_with_the_way_out(tmp_path: Pa
     file = write(tmp_path / "rows.jsonl", rows())
     state = saved_state(file) | {"version": 1, "ledger": {"rank": 0, "entries": 0}}
     del state["data"], state["used"]
-    with pytest.raises(ConfigError, match=r"state of version 1, expected 2.*loader.set_epoch\(0\)"):
+    with raises_config("version", 1, match=r"expected 2.*loader.set_epoch\(0\)"):
         load(file).load_state_dict(state)

@@ -90,8 +90,9 @@ def test_a_row_that_is_too_long_is_logged_once_with_its_length(
         loader.set_epoch(1)
     assert caplog.text.count("too_long: 1 of 10") == 1
     caplog.clear()
-    with caplog.at_level(logging.WARNING), pytest.raises(TooManyBad, match="2 of 10 samples cannot be used"):
+    with caplog.at_level(logging.WARNING), pytest.raises(TooManyBad) as caught:
         packhorse.load(meta, processor("qwen2_vl"), model="unchecked", pack_size=200, max_bad_share=0.0)
+    assert (caught.value.setting, caught.value.bad, caught.value.samples) == ("max_bad_share", 2, 10)
     assert caplog.text.count("too_long: 1 of 10") == 1
     (entry,) = [drop for drop in loader.ledger if drop.key == "chats/2"]
     length = int(loader.counts.total[2]) - 1

@@ -15,6 +15,7 @@ from count_samples import write_meta, write_rows
 from loader_samples import delivered_rows, load, texts
 from packhorse.ledger import Ledger, read_ledgers
 from packhorse.loader import TooManyBad
+from raising import raises_config
 from view_samples import chat
 
 ROWS = 40
@@ -151,7 +152,7 @@ def test_a_loader_that_is_rejected_or_never_used_leaves_nothing_in_the_ledger_of
     assert {line["key"]: line["reason"] for line in before} == NEVER_PLANNED
     other = open_loader(meta, pack_size=512)
     assert {drop.key: drop.reason for drop in other.ledger} == NEVER_PLANNED
-    with pytest.raises(packhorse.ConfigError, match="the capacity of a pack"):
+    with raises_config("plan", loader.plan_key, match="the capacity of a pack"):
         other.load_state_dict(loader.state_dict())
     with pytest.raises(TooManyBad):
         open_loader(meta, max_bad_share=0.0, pack_size=512)
@@ -193,9 +194,8 @@ def test_rows_that_are_counted_again_stop_a_resume_which_says_so_and_how_to_go_o
     state = loader.state_dict()
     Image.new("RGB", (63, 80), "tan").save(meta.parent / "3.png")
     packhorse.count_meta(str(meta), processor("qwen2_vl"), retry_bad=True)
-    with pytest.raises(
-        packhorse.ConfigError, match=r"rows that were bad .* are good now.*PACKHORSE_KEEP_COUNTS=1"
-    ):
+    remedy = r"rows that were bad .* are good now.*PACKHORSE_KEEP_COUNTS=1"
+    with raises_config("plan", state["plan"], match=remedy):
         open_loader(meta).load_state_dict(state)
     take_away(meta, [3])
     packhorse.count_meta(str(meta), processor("qwen2_vl"), fresh=True)

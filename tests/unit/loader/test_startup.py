@@ -13,11 +13,11 @@ from contract.tiny_models import tiny_model
 from contract.tiny_tokenizers import tokenizer
 from count_samples import sidecars, write_chats
 from packhorse import count_meta, counts_of, open_meta_dataset
-from packhorse.errors import ConfigError
 from packhorse.families import Encoder
 from packhorse.loader import LoaderConfig
 from packhorse.tools.view.plan_report import sizes_report
 from packhorse.tools.view.saved_plan import PlanRequest, make_plan
+from raising import raises_config
 from view_samples import write_samples
 
 
@@ -96,7 +96,7 @@ def test_a_template_that_is_set_later_has_counts_of_its_own(tmp_path: Path) -> N
 def test_settings_that_batches_cannot_be_built_with_raise_before_rows_are_counted(tmp_path: Path) -> None:
     meta = write_samples(tmp_path / "data")
     config = LoaderConfig(data=str(meta), pack_size=256, alignment=3, pad_to_size=True, max_bad_share=None)
-    with pytest.raises(ConfigError, match="no multiple of alignment=3"):
+    with raises_config("pack_size", 256, match="a multiple of alignment=3"):
         config.build(processor("qwen2_vl"), model="unchecked")
     assert not sidecars(meta.parent)
     config.with_changes(pad_to_size=False).build(processor("qwen2_vl"), model="unchecked")
@@ -106,5 +106,5 @@ def test_settings_that_batches_cannot_be_built_with_raise_before_rows_are_counte
 def test_a_plan_rejects_a_tokenizer_for_a_model_with_images_as_the_loader_does(tmp_path: Path) -> None:
     tiny_model("qwen2_vl").config.save_pretrained(tmp_path / "model")
     config = LoaderConfig(data=str(write_samples(tmp_path / "data")), pack_size=256)
-    with pytest.raises(ConfigError, match="processor is a tokenizer"):
+    with raises_config("processor", type(tokenizer("qwen2_vl")).__name__, match="processor is a tokenizer"):
         make_plan(PlanRequest(config, tokenizer("qwen2_vl"), str(tmp_path / "model")))

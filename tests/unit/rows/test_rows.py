@@ -450,8 +450,9 @@ def test_what_the_caller_froze_stays_frozen() -> None:
     try:
         frozen = gc.get_freeze_count()
         with gc_paused():
-            pass
+            kept = [{"row": [number]} for number in range(10_000)]
         assert gc.get_freeze_count() == frozen > 0
+        assert len(kept) == 10_000
     finally:
         gc.unfreeze()
     with gc_paused():
@@ -459,6 +460,17 @@ def test_what_the_caller_froze_stays_frozen() -> None:
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
     assert any(made is one for one in gc.get_objects(generation=2))  # spared the walk, not hidden for good
+
+
+def test_frozen_objects_are_not_counted_after_a_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count() -> int:
+        raise AssertionError("walked over all frozen objects")
+
+    monkeypatch.setattr(gc, "get_freeze_count", count)
+    with gc_paused():
+        made = [{"row": [number]} for number in range(100)]
+    assert len(made) == 100
+    assert gc.isenabled()
 
 
 def test_an_eager_load_that_scans_leaves_the_index_for_the_next(tmp_path: Path, monkeypatch) -> None:

@@ -28,6 +28,7 @@ from failing_work import Unlucky, fail_on_three
 from packhorse.count.engines import make_engine
 from packhorse.errors import ConfigError
 from packhorse.utils.pool import EngineError, LocalEngine
+from raising import raises_config
 
 
 def results(engine: LocalEngine, work: object, tasks: object) -> dict[int, object]:
@@ -230,9 +231,9 @@ def test_make_engine_takes_a_name() -> None:
         make_engine("lokal")
     with pytest.raises(ConfigError, match="ray_address"):
         make_engine("local", ray_address="here:1")
-    with pytest.raises(ConfigError, match="num_workers=0"):
+    with raises_config("num_workers", 0):
         LocalEngine(0)
-    with pytest.raises(ConfigError, match="multiprocessing_context='thread'"):
+    with raises_config("multiprocessing_context", "thread"):
         LocalEngine(2, "thread")
 
 

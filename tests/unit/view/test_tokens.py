@@ -38,7 +38,8 @@ def test_each_text_has_the_role_of_its_speaker(name: str) -> None:
     assert "Does the user say assistant?" in texts["user"]
     assert "And now?" in texts["user"]
     assert "Only the assistant does." not in texts["user"]
-    assert texts["assistant"].startswith("Only the assistant does.")
+    # SmolVLM's generation prompt has no blank at its end; an answer begins with it.
+    assert texts["assistant"].lstrip().startswith("Only the assistant does.")
     assert "No more." in texts["assistant"]
     assert "And now?" not in texts["assistant"]
 

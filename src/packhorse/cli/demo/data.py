@@ -16,33 +16,13 @@ from packhorse.errors import require
 _COLOURS = {"red": (208, 64, 56), "green": (66, 148, 92), "blue": (58, 104, 188), "ochre": (204, 152, 48)}
 
 
-def write_demo_data(folder: Path, seed: int = 0) -> Path:
-    """Fill ``folder`` with three small datasets and return the meta file that names them.
-
-    24 chart questions (JSONL and PNG), 4 clip questions (JSONL and MP4), 12 text chats (a JSON array). Three
-    rows are broken: a line that is not JSON, a truncated image, a question with one ``<image>`` too many.
-    """
-    rng = random.Random(seed)
-    media = folder / "media"
-    media.mkdir(parents=True, exist_ok=True)
-    _write_charts(folder / "charts.jsonl", media, rng)
-    _write_clips(folder / "clips.jsonl", media, rng)
-    _write_chats(folder / "chats.json")
-    from_value = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
-    meta = {
-        "charts": {"file_name": "charts.jsonl", "media_dir": "media"},
-        "clips": {"file_name": "clips.jsonl", "media_dir": "media"},
-        "chats": {"file_name": "chats.json", "columns": {"messages": "conversations"}, "tags": from_value},
-    }
-    return _write_meta(folder, meta)
-
-
 def write_demo_mix(folder: Path, seed: int = 0) -> Path:
     """Fill ``folder`` with four datasets that are enough to train on, and return their meta file.
 
     100 chart questions, 100 questions about drawings (one to three per row), 10 clip questions, 140 text
-    chats of very different lengths. Seven rows have errors: the three of :func:`write_demo_data`, a missing
-    drawing, a truncated video, a chat that is too long for any pack, and a duplicate.
+    chats of very different lengths. Seven rows have errors: a line that is not JSON, a truncated image, a
+    question with one ``<image>`` too many, a missing drawing, a truncated video, a chat that is too long for
+    any pack, and a duplicate.
     """
     rng = random.Random(seed)
     media = folder / "media"
@@ -152,20 +132,6 @@ def _draw_clip(path: Path, colour: tuple[int, int, int], to_right: bool, top: in
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
-
-
-def _write_chats(path: Path) -> None:
-    topics = ["a boat", "a market", "a mountain pass", "a bale of wool", "a bridge", "a toll gate"]
-    rows = []
-    for topic in topics:
-        for question in (f"Describe {topic} in one sentence.", f"Why would a visitor care about {topic}?"):
-            turns = [
-                {"from": "system", "value": "You are a patient guide."},
-                {"from": "human", "value": question},
-                {"from": "gpt", "value": f"That depends on the road; {topic} matters more on a steep one."},
-            ]
-            rows.append({"conversations": turns})
-    path.write_text(json.dumps(rows, indent=1))
 
 
 def _write_long_chats(path: Path, rng: random.Random, rows: int) -> None:

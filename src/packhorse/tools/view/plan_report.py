@@ -122,9 +122,8 @@ def compare_batches(planned: PlanResult) -> dict[str, Any]:
     """
     plan, planner, request = planned.packs.plan, planned.planner, planned.request
     lengths, costs = planner.lengths[plan.indices], planner.sample_info.costs[plan.indices]
-    segments = [ResumeSegment(RANKS, 1, 1, 0)]
-    schedule = PackSchedule(planned.packs, segments, seed=request.config.seed, epoch=request.epoch)
-    cost = float(schedule.rank_costs().max(axis=1).sum())
+    schedule = _schedule(planned)
+    cost = epoch_cost(planned, schedule)
     slots, tokens = int((lengths + -lengths % request.config.alignment).sum()), int(lengths.sum())
     ratio, steps = schedule.straggler_ratio(), len(schedule)
     packed = {"slots": slots, "fill": plan.fill, "steps": steps, "straggler": ratio, "cost": cost}
@@ -149,6 +148,18 @@ def compare_batches(planned: PlanResult) -> dict[str, Any]:
         for name, report in {"packed": packed, **others}.items()
     }
     return {"ranks": RANKS, "batch_size": BATCH_SIZE, "tokens": tokens, **methods}
+
+
+def epoch_cost(planned: PlanResult, schedule: PackSchedule | None = None) -> float:
+    """Return the predicted cost of an epoch: the slowest of :data:`RANKS` ranks, summed over the steps."""
+    schedule = _schedule(planned) if schedule is None else schedule
+    return float(schedule.rank_costs().max(axis=1).sum())
+
+
+def _schedule(planned: PlanResult) -> PackSchedule:
+    segments = [ResumeSegment(RANKS, 1, 1, 0)]
+    request = planned.request
+    return PackSchedule(planned.packs, segments, seed=request.config.seed, epoch=request.epoch)
 
 
 def compared_methods(report: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
