@@ -71,9 +71,23 @@ MUTANTS = (
     Mutant(
         "the mean loss is that of one rank",
         "integrations/loss.py",
-        "return summed * (replicas / max(tokens, 1))",
-        "return summed / max(tokens, 1)",
+        "return summed * (replicas / (tokens or 1))",
+        "return summed / (tokens or 1)",
         ("tests/unit/integrations/test_token_loss.py",),
+    ),
+    Mutant(
+        "the gradient has no weights",
+        "integrations/loss.py",
+        "outer.expand(len(rows)) if factors is None else outer * factors",
+        "outer.expand(len(rows))",
+        ("tests/unit/integrations/test_token_loss.py",),
+    ),
+    Mutant(
+        "a step divides by its tokens, not by their weights",
+        "integrations/loss.py",
+        'return float(weights.to("cpu", torch.float64)[supervised.cpu()].sum())',
+        "return float(supervised.sum())",
+        ("tests/unit/integrations/test_token_loss.py", "tests/unit/integrations/test_weights.py"),
     ),
     Mutant(
         "neighbours of a pack see each other",
@@ -193,16 +207,16 @@ MUTANTS = (
     Mutant(
         "models shift the labels of a batch again",
         "collate/finish.py",
-        'return {**batch, "shift_labels": batch["labels"]}',
-        "return dict(batch)",
+        'result = {**batch, "shift_labels": batch["labels"]}',
+        "result = dict(batch)",
         ("tests/unit/collate/test_pad_collate.py",),
         quick=True,
     ),
     Mutant(
         "shift_labels are shifted once more",
         "collate/finish.py",
-        'return {**batch, "shift_labels": batch["labels"]}',
-        'return {**batch, "shift_labels": batch["labels"].roll(-1, -1)}',
+        'result = {**batch, "shift_labels": batch["labels"]}',
+        'result = {**batch, "shift_labels": batch["labels"].roll(-1, -1)}',
         ("tests/unit/test_batch.py",),
     ),
     Mutant(
