@@ -204,7 +204,7 @@ class ChatProcessor:
         if same < len(opening) and getattr(tokenizer, "is_fast", False):
             encoded = tokenizer(between, add_special_tokens=False, return_offsets_mapping=True)
             text = between[encoded["offset_mapping"][same][0] :]
-        closed = after if closing is None else after[: closing.end()]
+        closed = (after.rstrip() or after) if closing is None else after[: closing.end()]
         return TurnMarkers(tuple(opening[same:]), stop, text, closed)
 
     @property

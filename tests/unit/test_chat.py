@@ -450,7 +450,7 @@ def test_an_end_of_turn_that_is_no_special_token_is_supervised_as_the_template_w
     )
     made = ChatStub(template)
     turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A cat."}] * 2
-    assert supervised_text(made, label(made, turns)) == ["A cat.\n### END\n"] * 2
+    assert supervised_text(made, label(made, turns)) == ["A cat.\n### END"] * 2
 
 
 def test_an_end_of_turn_of_several_tokens_is_supervised_up_to_its_special_token() -> None:
