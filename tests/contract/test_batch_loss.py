@@ -90,8 +90,8 @@ def expected(files: dict[str, Path]) -> Callable[[str], Expected]:
         samples = [dataset[index] for index in range(len(dataset))]
         pad = processor(name).tokenizer.pad_token_id
         with torch.no_grad():
-            alone = [model(**pad_samples([s], family, pad, needs_labels=True)).loss for s in samples]
-            together = pad_samples(samples, family, pad, needs_labels=True)
+            alone = [model(**pad_samples([s], family, pad)).loss for s in samples]
+            together = pad_samples(samples, family, pad)
             labels = together.pop("labels")
             in_batch = losses_of_rows(model(**together).logits, labels)
         tokens = (labels[:, 1:] != IGNORE_INDEX).sum(-1)

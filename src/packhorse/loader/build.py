@@ -11,7 +11,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from logging import getLogger
@@ -51,8 +51,8 @@ def _warn_of_no_limit(why: str) -> None:
 
 
 @contextmanager
-def time_limit(seconds: float | None, key: str) -> Iterator[None]:
-    """Raise :class:`BadSample` if the block, which reads the sample ``key``, takes longer.
+def time_limit(seconds: float | None, key: Callable[[], str]) -> Iterator[None]:
+    """Raise :class:`BadSample` if the block, which reads the sample ``key()``, takes longer.
 
     Uses SIGALRM, which only the main thread can handle (a worker builds batches there). In other threads, and
     if the program has its own handler, there is no limit.
@@ -80,7 +80,7 @@ def time_limit(seconds: float | None, key: str) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except SampleTimeout:
         detail = f"not ready after {seconds:g} s (sample_timeout)"
-        raise BadSample(detail, reason="broken_media", stage="media", key=key) from None
+        raise BadSample(detail, reason="broken_media", stage="media", key=key()) from None
     finally:  # even if the alarm goes off at this moment
         signal.signal(signal.SIGALRM, previous)
 
@@ -170,9 +170,9 @@ class BatchBuilder:
 
     def sample(self, index: int) -> Sample | None:
         """Return a sample as :meth:`prepare` makes it; None if it cannot be used, which is recorded."""
-        key = self.samples.key(index)
+        key = partial(self.samples.key, index)
         # With shard_data each rank has its own indices: keys differ.
-        _seed_random(f"{self.config.seed}/{self.samples.epoch}/{key if self.config.shard_data else index}")
+        _seed_random(f"{self.config.seed}/{self.samples.epoch}/{key() if self.config.shard_data else index}")
         pool.note.value = index  # for the message if the sample kills its worker
         try:
             record, seconds = partial(self.samples.record, index), self.config.sample_timeout
