@@ -181,4 +181,5 @@ def _item_counts(
 
 def _row_sums(offsets: Integers, values: Integers) -> Integers:
     sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
-    return sums[offsets[1:]] - sums[offsets[:-1]]
+    by_row: Integers = sums[offsets[1:]] - sums[offsets[:-1]]
+    return by_row
