@@ -236,9 +236,9 @@ def test_families_without_a_budget_reject_settings_by_name(name, tmp_path):
         assert (raised.value.reason, raised.value.key) == ("wrong_format", "row/0")
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "Q", "completion": "A"}])
     meta = {"pics": {"file_name": str(tmp_path / "rows.jsonl"), "max_pixels": 1000}}
-    with pytest.raises(ConfigError, match=r"dataset 'pics': max_pixels has no effect") as refused:
+    with pytest.raises(ConfigError, match=r"dataset 'pics': max_pixels has no effect") as error:
         count_meta(meta, encoder)
-    assert refused.value.setting == "max_pixels"
+    assert error.value.setting == "max_pixels"
 
 
 @pytest.mark.parametrize(
@@ -323,16 +323,16 @@ def test_images_of_gemma4_with_different_budgets_have_the_same_features_alone_an
     parity.check("features", difference, noise_floor(expected, twice), control)
 
 
-PICTURE = {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "A cat."}]}
+CHART = {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "A cat."}]}
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
+def charts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("charts")
     for at, size in enumerate(SIZES):
         noise(*size).save(folder / f"{at}.png")
-    rows = [{**PICTURE, "images": [f"{at}.png"]} for at in range(len(SIZES))]
-    rows.append({**PICTURE, "images": [{"path": "0.png", "max_pixels": 9_000}]})
+    rows = [{**CHART, "images": [f"{at}.png"]} for at in range(len(SIZES))]
+    rows.append({**CHART, "images": [{"path": "0.png", "max_pixels": 9_000}]})
     return write_rows(folder / "rows.jsonl", rows)
 
 
@@ -344,24 +344,24 @@ def meta_of(rows: Path, **settings: Any) -> dict[str, Any]:
     return {"pics": {"file_name": str(rows), "media_dir": str(rows.parent), **settings}}
 
 
-def test_a_setting_of_a_dataset_counts_as_the_processors_and_an_items_own_wins(pictures):
+def test_a_setting_of_a_dataset_counts_as_the_processors_and_an_items_own_wins(charts):
     plain, changed = build("qwen2_vl"), build("qwen2_vl")
     changed.image_processor.size = {"shortest_edge": 3136, "longest_edge": 50_000}
-    by_dataset = totals(count_meta(meta_of(pictures, max_pixels=50_000), plain))
-    assert by_dataset == totals(count_meta(meta_of(pictures), changed))
-    without = totals(count_meta(meta_of(pictures), plain))
+    by_dataset = totals(count_meta(meta_of(charts, max_pixels=50_000), plain))
+    assert by_dataset == totals(count_meta(meta_of(charts), changed))
+    without = totals(count_meta(meta_of(charts), plain))
     assert by_dataset[0] < without[0]
     assert by_dataset[-1] == without[-1]
     encoder = Encoder(plain)
-    dataset = open_meta_dataset(meta_of(pictures, max_pixels=50_000))
+    dataset = open_meta_dataset(meta_of(charts, max_pixels=50_000))
     encoded = [encoder.encode(parse_conversation(example)).tokens["input_ids"] for example in dataset]
     assert list(map(len, encoded)) == by_dataset
 
 
-def test_saved_counts_have_the_settings_in_their_key_and_with_each_item(pictures):
+def test_saved_counts_have_the_settings_in_their_key_and_with_each_item(charts):
     plain = Encoder(build("qwen2_vl"))
     reports = [
-        count_meta(meta_of(pictures, **one), plain) for one in ({}, {"max_pixels": 50_000}) for _ in "ab"
+        count_meta(meta_of(charts, **one), plain) for one in ({}, {"max_pixels": 50_000}) for _ in "ab"
     ]
     assert [report.counted_rows for report in reports] in ([5, 0, 5, 0], [0, 0, 0, 0])
     first, _, other, _ = (report.datasets[0].sidecar for report in reports)
@@ -373,7 +373,7 @@ def test_saved_counts_have_the_settings_in_their_key_and_with_each_item(pictures
     assert list(zip(sizes.height.tolist(), sizes.width.tolist(), strict=True)) == [*SIZES, SIZES[0]]
 
 
-def test_settings_of_a_dataset_are_checked_when_it_is_opened(pictures):
+def test_settings_of_a_dataset_are_checked_when_it_is_opened(charts):
     for settings, words in (
         ({"max_pixels": -1}, "max_pixels"),
         ({"max_pixels": True}, "max_pixels"),
@@ -385,11 +385,11 @@ def test_settings_of_a_dataset_are_checked_when_it_is_opened(pictures):
         ({"max_pixel": 1000}, "did you mean 'max_pixels'"),
     ):
         with pytest.raises(ConfigError, match=words):
-            open_meta_dataset(meta_of(pictures, **settings))
+            open_meta_dataset(meta_of(charts, **settings))
 
 
 def test_frames_of_a_dataset_and_of_its_items(clip):
-    video = {"messages": PICTURE["messages"]}
+    video = {"messages": CHART["messages"]}
     video = json.loads(json.dumps(video).replace("<image>", "<video>"))
     entries = ["clip.mp4", {"path": "clip.mp4", "num_frames": 6}, {"path": "clip.mp4", "fps": 2}]
     rows = write_rows(clip.parent / "rows.jsonl", [{**video, "videos": [entry]} for entry in entries])

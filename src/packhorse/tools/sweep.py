@@ -62,7 +62,7 @@ def sweep_report(request: PlanRequest, name: str, values: Sequence[int]) -> dict
     encoder.check_dataset_settings("", {name: values[0]})
     cost = epoch_cost(now)
     reports = [_report(None, now, cost)]
-    counted = [_counted(source, sidecar) for source, sidecar in _sidecars(dataset, encoder)]
+    counted = [_read_counts(source, sidecar) for source, sidecar in _sidecars(dataset, encoder)]
     for value in values:
         parts = [_recount(part, encoder, name, value) for part in counted]
         planned = make_plan(request, now.opened, CountColumns.concat(parts))
@@ -138,7 +138,7 @@ class _Counted:
         return int(np.asarray(own, np.bool_)[self.item_of.reshape(-1)].sum()) if own else 0
 
 
-def _counted(source: Source, sidecar: Sidecar) -> _Counted:
+def _read_counts(source: Source, sidecar: Sidecar) -> _Counted:
     return _Counted(source, sidecar.columns(), sidecar.media())
 
 

@@ -406,9 +406,9 @@ def test_ctrl_c_leaves_no_half_plan(tmp_path: Path, saved: str, monkeypatch: pyt
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def charts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images of several sizes, one with a budget of its own, a video, and rows without media."""
-    folder = tmp_path_factory.mktemp("pictures")
+    folder = tmp_path_factory.mktemp("charts")
     rows: list[Any] = [chat(f"Question {n}?", f"Answer {n}.") for n in range(5)]
     for at, size in enumerate([(300, 200), (640, 480), (40, 50), (900, 100)]):
         Image.new("RGB", size).save(folder / f"{at}.png")
@@ -434,17 +434,17 @@ def sweep(meta: Path, saved: str, setting: str) -> dict[str, Any]:
     [("max_pixels", (50_000, 12_000, 400_000)), ("min_pixels", (100_000,)), ("video_max_pixels", (5_000,))],
 )
 def test_a_sweep_plans_what_a_count_with_that_setting_gives(
-    pictures: Path, saved: str, tmp_path: Path, name: str, values: tuple[int, ...]
+    charts: Path, saved: str, tmp_path: Path, name: str, values: tuple[int, ...]
 ) -> None:
-    report = sweep(pictures, saved, f"{name}={','.join(map(str, values))}")
+    report = sweep(charts, saved, f"{name}={','.join(map(str, values))}")
     assert [entry["value"] for entry in report["values"]] == [None, *sorted(values)]
     for entry in report["values"]:
-        meta = json.loads(pictures.read_text())
+        meta = json.loads(charts.read_text())
         for dataset in meta.values():
             dataset |= {} if entry["value"] is None else {name: entry["value"]}
             if entry["value"] is not None and dataset.get("min_pixels", 0) > dataset.get("max_pixels", 1e9):
                 dataset.pop("min_pixels" if name == "max_pixels" else "max_pixels")
-        counted = pictures.parent / f"{name}-{entry['value']}.json"
+        counted = charts.parent / f"{name}-{entry['value']}.json"
         counted.write_text(json.dumps(meta))
         out = tmp_path / "out.phplan"
         result = run(counted, saved, "--json", "--out", out, "--pack-size", 4096)
@@ -459,9 +459,9 @@ def test_a_sweep_plans_what_a_count_with_that_setting_gives(
     assert len(set(costs)) == len(costs)
 
 
-def test_a_sweep_reads_no_row_and_no_media_header(pictures: Path, saved: str, tmp_path: Path) -> None:
+def test_a_sweep_reads_no_row_and_no_media_header(charts: Path, saved: str, tmp_path: Path) -> None:
     copy = tmp_path / "data"
-    shutil.copytree(pictures.parent, copy, ignore=shutil.ignore_patterns("*.phcount"))
+    shutil.copytree(charts.parent, copy, ignore=shutil.ignore_patterns("*.phcount"))
     before = sweep(copy / "meta.json", saved, "max_pixels=20000,30000")
     for path in copy.glob("*.png"):
         path.unlink()
@@ -470,8 +470,8 @@ def test_a_sweep_reads_no_row_and_no_media_header(pictures: Path, saved: str, tm
     assert not list(copy.glob("*.phplan"))
 
 
-def test_a_sweep_is_a_table_with_a_line_about_each_column(pictures: Path, saved: str) -> None:
-    result = run(pictures, saved, "--sweep", "max_pixels=12000,50000")
+def test_a_sweep_is_a_table_with_a_line_about_each_column(charts: Path, saved: str) -> None:
+    result = run(charts, saved, "--sweep", "max_pixels=12000,50000")
     assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.stdout.splitlines()]
     assert [row[0] for row in rows if row and row[0].replace(",", "").isdigit()][:2] == ["12,000", "50,000"]
@@ -491,16 +491,14 @@ def test_a_sweep_is_a_table_with_a_line_about_each_column(pictures: Path, saved:
         ("max_soft_tokens=70", "max_soft_tokens has no effect on images of qwen2_vl"),
     ],
 )
-def test_a_sweep_over_something_else_is_an_error(
-    pictures: Path, saved: str, setting: str, words: str
-) -> None:
-    result = run(pictures, saved, "--sweep", setting)
+def test_a_sweep_over_something_else_is_an_error(charts: Path, saved: str, setting: str, words: str) -> None:
+    result = run(charts, saved, "--sweep", setting)
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
 
 
-def test_a_sweep_writes_no_plan_and_takes_one_pack_size(pictures: Path, saved: str, tmp_path: Path) -> None:
+def test_a_sweep_writes_no_plan_and_takes_one_pack_size(charts: Path, saved: str, tmp_path: Path) -> None:
     for more in (["--out", tmp_path / "a.phplan"], ["--ranks", "8"], ["--pack-size", "512,1024"]):
-        result = run(pictures, saved, "--sweep", "max_pixels=1000", *more)
+        result = run(charts, saved, "--sweep", "max_pixels=1000", *more)
         assert result.exit_code == 2
         assert "--sweep compares values without a plan" in " ".join(result.output.split())
