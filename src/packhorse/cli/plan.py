@@ -241,11 +241,9 @@ def _print_sweep(report: Mapping[str, Any]) -> None:
     title = f"Packs of {report['pack_size']:,} tokens by {report['setting']}; no plan is written"
     out.table(title, (report["setting"], *_SWEEP_COLUMNS), rows)
     out.lines(f"{name}: {meaning}" for name, meaning in _SWEEP_COLUMNS.items())
-    if own := report["own_setting"]:
-        out.line(
-            f"{own:,} of {terminal.number_of(report['media'], 'media item', 'media items')} have a "
-            f"{report['setting']} of their own, which stays"
-        )
+    if own := report["items_with_own"]:
+        items = terminal.number_of(report["items"], report["kind"])
+        out.line(f"{own:,} of {items} {'has' if own == 1 else 'have'} an own value, which stays")
 
 
 def summary_lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:

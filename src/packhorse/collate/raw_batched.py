@@ -34,10 +34,11 @@ from packhorse.collate.raw_examples import (
 from packhorse.collate.raw_labels import make_labels, media_ids
 from packhorse.collate.raw_media import drop_overlong, token_length
 from packhorse.encode.tokenized import Hook, run_hook
-from packhorse.errors import ConfigError
+from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Encoder, LoadedMedia
 from packhorse.families.processor_call import call, can_encode, padding_side, plain_turns, render
 from packhorse.media import load_image
+from packhorse.media.settings import size_names
 from packhorse.types import MediaRef
 
 logger = getLogger("packhorse.collate_fns")
@@ -217,6 +218,10 @@ def decode(example: Example, encoder: Encoder) -> Decoded:
     media = LoadedMedia([], [], [])
 
     def load(ref: MediaRef) -> Any:
+        if ref.options and (names := size_names(ref.kind, ref.options)):
+            name = type(encoder.processor).__name__
+            what = f"{', '.join(names)}: one call of {name} has one setting for all media; remove it"
+            raise BadSample(what, reason="wrong_format", key=example.key, stage="collate")
         if ref.kind == "image":
             media.images.append(load_image(ref.source))
             return media.images[-1]

@@ -20,6 +20,7 @@ from packhorse.errors import MissingDependency
 from packhorse.families import Encoded, Encoder
 from packhorse.families.processor_call import call, can_encode
 from packhorse.media import load_image, local_path, probe_video
+from packhorse.media.settings import size_names, size_settings
 from packhorse.types import MediaRef, Sample
 
 _SAMPLING_RATE = 16_000  # of the audio that the package loads
@@ -115,7 +116,9 @@ def _load_media(
 
 
 def _part_for_package(ref: MediaRef, encoder: Encoder) -> dict[str, Any]:
-    options = dict(ref.options)
+    settings, names = size_settings(ref.kind, ref.options), size_names(ref.kind, ref.options)
+    options = {name: value for name, value in ref.options.items() if name not in names}
+    ref, options = replace(ref, options=dict(options)), {**options, **settings}  # the package resizes
     if ref.kind == "image":
         return {**options, "image": load_image(ref.source)}
     if ref.kind == "audio":
@@ -132,7 +135,7 @@ def _part_for_package(ref: MediaRef, encoder: Encoder) -> dict[str, Any]:
     if metadata.fps is not None:
         sampled = len(video.frames) / metadata.total_num_frames * metadata.fps
         rates = {"sample_fps": sampled, "raw_fps": metadata.fps}
-    return {"video": [Image.fromarray(frame) for frame in video.frames], **rates}
+    return {"video": [Image.fromarray(frame) for frame in video.frames], **rates, **settings}
 
 
 def _encode(example: Example, media: _Media, encoder: Encoder, use_audio_in_video: bool) -> Sample:

@@ -106,6 +106,7 @@ PROCESSOR_ERRORS = (ValueError, ArithmeticError)
 """What a processor raises for a media item that it rejects; some divide by a side of 0."""
 
 _ALL_FRAMES = VideoSampling()
+_TYPICAL_SIZES: dict[MediaKind, MediaSize] = {"image": (480, 640), "video": VideoInfo(8, 480, 640, 24.0, 4.0)}
 _MAX_OPTIONS = 1 << 12  # encoders remembered by the options of an item
 _REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
@@ -596,12 +597,22 @@ class Encoder(ChatProcessor):
 
     def check_dataset_settings(self, name: str, settings: Mapping[str, Any]) -> None:
         """Raise ConfigError if media cannot have these settings of a dataset with this family."""
-        for key, value in settings.items():
-            kind, setting = DATASET_SETTINGS[key]
-            if kind in self.family.kinds and self.family.rejected_setting(kind, {setting: value}):
-                where = f"dataset '{name}': " if name else ""
+        where = f"dataset '{name}': " if name else ""
+        for kind, size in _TYPICAL_SIZES.items():
+            named = {DATASET_SETTINGS[key][1]: key for key in settings if DATASET_SETTINGS[key][0] == kind}
+            if not named or kind not in self.family.kinds:
+                continue
+            options = {setting: settings[key] for setting, key in named.items()}
+            if rejected := self.family.rejected_setting(kind, options):
+                key = named[rejected]
                 problem = self.family.describe_rejected(kind, key)
-                raise ConfigError(f"{where}{problem}", setting=key, value=value)
+                raise ConfigError(f"{where}{problem}", setting=key, value=settings[key])
+            try:
+                if chosen := size_settings(kind, options):
+                    self.configure(kind, size, chosen)
+            except BadSample as error:
+                key = next(iter(named.values()))
+                raise ConfigError(f"{where}{error.detail}", setting=key, value=settings[key]) from error
 
     def check_template(self) -> None:
         """Raise ConfigError if a processor that is made for chat templates has none."""
@@ -789,7 +800,7 @@ class Encoder(ChatProcessor):
             resized, options = self.family.configure(self, kind, size, settings)
             if isinstance(resized, VideoInfo) and resized != size:
                 check_bytes(
-                    resized.total_frames * resized.height * resized.width * 3,
+                    resized.total_frames * resized.height * resized.width * 3 * 4,  # resized as floats
                     DEFAULT_MAX_BYTES,
                     f"{resized.total_frames:,} frames resized to {resized.width:,} x {resized.height:,}",
                     "lower min_pixels, or take fewer frames",

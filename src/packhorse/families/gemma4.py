@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 from packhorse.families.encoder import Encoder, Family
 from packhorse.families.media_sizes import Pieces, frame_pieces, frame_times
+from packhorse.media import MediaSize
+from packhorse.media.failure import bad_media
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 # The feature extractor's call cuts longer clips.
@@ -26,13 +28,19 @@ class Gemma4(Family):
     processor_classes: ClassVar[tuple[str, ...]] = ("Gemma4Processor",)
     kinds: ClassVar[tuple[MediaKind, ...]] = ("image", "video", "audio")
     layout: ClassVar[MediaLayout] = {
-        "pixel_values": TensorLayout(("image",), "item"),
-        "image_position_ids": TensorLayout(("image",), "item"),
-        "pixel_values_videos": TensorLayout(("video",), "rows", "num_frames_per_video"),
-        "video_position_ids": TensorLayout(("video",), "rows", "num_frames_per_video"),
+        # Padded to the budget of patches, which an item may set.
+        "pixel_values": TensorLayout(("image",), "item", ragged=True),
+        "image_position_ids": TensorLayout(("image",), "item", ragged=True),
+        "pixel_values_videos": TensorLayout(("video",), "rows", "num_frames_per_video", ragged=True),
+        "video_position_ids": TensorLayout(("video",), "rows", "num_frames_per_video", ragged=True),
         "num_frames_per_video": TensorLayout(("video",), "item"),
         "input_features": TensorLayout(("audio",), "item", ragged=True),
         "input_features_mask": TensorLayout(("audio",), "item", ragged=True),
+    }
+    fill: ClassVar[Mapping[str, float]] = {"image_position_ids": -1, "video_position_ids": -1}
+    size_settings: ClassVar[Mapping[MediaKind, tuple[str, ...]]] = {
+        "image": ("max_soft_tokens",),
+        "video": ("max_soft_tokens",),
     }
     caveats: ClassVar[tuple[str, ...]] = ("the processor cuts audio at 30 seconds without a warning",)
     least_samples: ClassVar[int] = 161
@@ -56,6 +64,17 @@ class Gemma4(Family):
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Without those that fill up the budget, which are masked."""
         return int(self.media_tokens(encoder, kind, size) * encoder.vision(kind).pooling_kernel_size ** 2)
+
+    def configure(
+        self, encoder: Encoder, kind: MediaKind, size: Any, settings: Mapping[str, int]
+    ) -> tuple[MediaSize, dict[str, Any]]:
+        """The budget of tokens of an image or a frame: one of those that the processor's class takes."""
+        options = {"max_soft_tokens": settings["max_soft_tokens"]}
+        try:
+            type(encoder.vision(kind))(**options)
+        except ValueError as error:
+            raise bad_media(str(error), "wrong_format") from error
+        return size, options
 
     def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
         """Brackets; frames have their minute and second in front and a space between them."""

@@ -39,7 +39,8 @@ def with_options(processor: Processor, kind: MediaKind, options: CallOptions) ->
     for name, value in call_arguments(options).items():
         setattr(part, name, value)
     setattr(changed, _PARTS[kind], part)
-    return changed
+    result: Processor = changed
+    return result
 
 
 def with_item_options(
@@ -56,7 +57,8 @@ def with_item_options(
     for name, options in ((_PARTS["image"], images), (_PARTS["video"], videos)):
         if options:
             setattr(changed, name, _ItemProcessor(getattr(processor, name), options, fill))
-    return changed
+    result: Processor = changed
+    return result
 
 
 class _ItemProcessor:

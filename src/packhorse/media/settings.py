@@ -128,7 +128,7 @@ def with_dataset_settings(
 
 
 def _contradicts(name: str, value: float, own: Mapping[str, Any]) -> bool:
-    """Return whether a limit leaves no room for the opposite one of an item."""
+    """Return whether a limit contradicts the opposite one of an item."""
     for low, high in _LIMITS:
         if name == low and _is_number(own.get(high)):
             return bool(value > own[high])

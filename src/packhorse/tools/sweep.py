@@ -52,7 +52,8 @@ def sweep_report(request: PlanRequest, name: str, values: Sequence[int]) -> dict
     """Return tokens, packs and cost of an epoch for each value of a setting; nothing is saved.
 
     The first entry, with the value None, is the plan with the settings as they are; ``cost`` is relative to
-    it. A value replaces that of every dataset; media items with a value of their own keep it.
+    it. A value replaces that of every dataset, and a setting of a dataset that contradicts it is dropped;
+    media items with a value of their own keep it.
     """
     now = make_plan(request)
     dataset, encoder = now.opened.dataset, now.opened.encoder
@@ -61,7 +62,7 @@ def sweep_report(request: PlanRequest, name: str, values: Sequence[int]) -> dict
     encoder.check_dataset_settings("", {name: values[0]})
     cost = epoch_cost(now)
     reports = [_report(None, now, cost)]
-    counted = [_counted(source, sidecar) for source, sidecar in _sidecars(dataset, encoder)]
+    counted = [_read_counts(source, sidecar) for source, sidecar in _sidecars(dataset, encoder)]
     for value in values:
         parts = [_recount(part, encoder, name, value) for part in counted]
         planned = make_plan(request, now.opened, CountColumns.concat(parts))
@@ -73,8 +74,9 @@ def sweep_report(request: PlanRequest, name: str, values: Sequence[int]) -> dict
         "processor": request.processor_name,
         "pack_size": request.config.pack_size,
         "setting": name,
-        "media": int(getattr(now.counts, f"{kind}s").sum()),
-        "own_setting": sum(part.items_with(kind, setting) for part in counted),
+        "kind": kind,
+        "items": int(getattr(now.counts, f"{kind}s").sum()),
+        "items_with_own": sum(part.items_with(kind, setting) for part in counted),
         "values": reports,
     }
 
@@ -136,7 +138,7 @@ class _Counted:
         return int(np.asarray(own, np.bool_)[self.item_of.reshape(-1)].sum()) if own else 0
 
 
-def _counted(source: Source, sidecar: Sidecar) -> _Counted:
+def _read_counts(source: Source, sidecar: Sidecar) -> _Counted:
     return _Counted(source, sidecar.columns(), sidecar.media())
 
 
@@ -145,10 +147,12 @@ def _recount(counted: _Counted, encoder: Encoder, name: str, value: int) -> Coun
     kind, _ = DATASET_SETTINGS[name]
     columns, media, items = counted.columns, counted.media, counted.items
     item_of = counted.item_of.reshape(-1)
-    settings = {**counted.rules, name: value}
+    others = {key: setting for key, setting in counted.rules.items() if key != name}
     new = np.zeros((len(items), 2), np.int64)  # tokens and patches of each
     for index in np.flatnonzero(items[:, 0] == MEDIA_KINDS.index(kind)).tolist():
-        new[index] = _item_counts(kind, items[index], counted.own(items[index]), settings, encoder, name)
+        options = with_dataset_settings(kind, counted.own(items[index]), {name: value})
+        options = with_dataset_settings(kind, options, others)
+        new[index] = _item_counts(kind, items[index], options, encoder)
     is_swept = media.kind == MEDIA_KINDS.index(kind)
     tokens = np.where(is_swept, new[item_of, 0], media.tokens)
     patches = np.where(is_swept, new[item_of, 1], media.patches)
@@ -162,23 +166,21 @@ def _recount(counted: _Counted, encoder: Encoder, name: str, value: int) -> Coun
 def _item_counts(
     kind: MediaKind,
     item: Integers,
-    own: Mapping[str, int],
-    settings: Mapping[str, Any],
+    options: Mapping[str, Any],
     encoder: Encoder,
-    name: str,
 ) -> tuple[int, int]:
-    """Return the tokens and patches of a media item with its own settings and those of its dataset."""
+    """Return the tokens and patches of a media item with these settings."""
     _, height, width, frames, _ = item.tolist()
     size: Any = (height, width) if kind == "image" else VideoInfo(frames, height, width, None, None)
     try:
-        chosen = size_settings(kind, with_dataset_settings(kind, own, settings))
-        if chosen:
-            size = encoder.configure(kind, size, chosen)
+        if settings := size_settings(kind, options):
+            size = encoder.configure(kind, size, settings)
     except BadSample as error:
-        raise ConfigError.of("sweep", name, error.detail) from error
+        raise ConfigError.of("sweep", dict(options), error.detail) from error
     return encoder.media_tokens(kind, size), encoder.media_patches(kind, size)
 
 
 def _row_sums(offsets: Integers, values: Integers) -> Integers:
     sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
-    return sums[offsets[1:]] - sums[offsets[:-1]]
+    by_row: Integers = sums[offsets[1:]] - sums[offsets[:-1]]
+    return by_row

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import CliRunner, Result
 
 import packhorse
+from contract.media_files import write_video
 from contract.processors import build
-from count_samples import python_path, save_processor, sidecars, write_chats, write_rows
+from count_samples import python_path, save_processor, sidecars, write_chats, write_meta, write_rows
 from packhorse.cli.app import app
 from packhorse.neat_packing_vlm import PackPlan, plan_packs
 from packhorse.plan.pack_plan import load_key
@@ -398,3 +400,105 @@ def test_ctrl_c_leaves_no_half_plan(tmp_path: Path, saved: str, monkeypatch: pyt
     assert b"no plan was written" in errors
     assert b"Traceback" not in errors
     assert not list(meta.parent.glob("*.phplan*"))
+
+
+# --- --sweep ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def charts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of several sizes, one with a budget of its own, a video, and rows without media."""
+    folder = tmp_path_factory.mktemp("charts")
+    rows: list[Any] = [chat(f"Question {n}?", f"Answer {n}.") for n in range(5)]
+    for at, size in enumerate([(300, 200), (640, 480), (40, 50), (900, 100)]):
+        Image.new("RGB", size).save(folder / f"{at}.png")
+        rows.append(chat("<image><image>Which?", "The first.", images=[f"{at}.png", "1.png"]))
+    rows.append({**rows[-1], "images": ["1.png", {"path": "1.png", "max_pixels": 9_000}]})
+    write_video(folder / "clip.mp4", frames=12, fps=4, width=160, height=120)
+    rows.append(chat("<video>What?", "A cat.", videos=["clip.mp4"]))
+    write_rows(folder / "pics.jsonl", rows)
+    write_rows(folder / "more.jsonl", rows[4:8])
+    pics = {"file_name": "pics.jsonl", "media_dir": "."}
+    more = {"file_name": "more.jsonl", "media_dir": ".", "min_pixels": 20_000}
+    return write_meta(folder, {"pics": pics, "more": more})
+
+
+def sweep(meta: Path, saved: str, setting: str) -> dict[str, Any]:
+    result = run(meta, saved, "--sweep", setting, "--json", "--pack-size", 4096)
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("max_pixels", (50_000, 12_000, 400_000)), ("min_pixels", (100_000,)), ("video_max_pixels", (5_000,))],
+)
+def test_a_sweep_plans_what_a_count_with_that_setting_gives(
+    charts: Path, saved: str, tmp_path: Path, name: str, values: tuple[int, ...]
+) -> None:
+    report = sweep(charts, saved, f"{name}={','.join(map(str, values))}")
+    assert [entry["value"] for entry in report["values"]] == [None, *sorted(values)]
+    for entry in report["values"]:
+        meta = json.loads(charts.read_text())
+        for dataset in meta.values():
+            dataset |= {} if entry["value"] is None else {name: entry["value"]}
+            if entry["value"] is not None and dataset.get("min_pixels", 0) > dataset.get("max_pixels", 1e9):
+                dataset.pop("min_pixels" if name == "max_pixels" else "max_pixels")
+        counted = charts.parent / f"{name}-{entry['value']}.json"
+        counted.write_text(json.dumps(meta))
+        out = tmp_path / "out.phplan"
+        result = run(counted, saved, "--json", "--out", out, "--pack-size", 4096)
+        assert result.exit_code == 0, result.output
+        planned = json.loads(result.stdout)
+        found = {kind: sum(part[kind] for part in planned["datasets"]) for kind in ("image", "video")}
+        assert {kind: entry[kind] for kind in found} == found
+        assert entry["tokens"] == sum(part["tokens"] for part in planned["datasets"])
+        assert (entry["packs"], entry["fill"]) == (planned["packs"], planned["fill"])
+    costs = [entry["cost"] for entry in report["values"]]
+    assert costs[0] == 1.0
+    assert len(set(costs)) == len(costs)
+
+
+def test_a_sweep_reads_no_row_and_no_media_header(charts: Path, saved: str, tmp_path: Path) -> None:
+    copy = tmp_path / "data"
+    shutil.copytree(charts.parent, copy, ignore=shutil.ignore_patterns("*.phcount"))
+    before = sweep(copy / "meta.json", saved, "max_pixels=20000,30000")
+    for path in copy.glob("*.png"):
+        path.unlink()
+    after = sweep(copy / "meta.json", saved, "max_pixels=20000,30000")
+    assert after == before
+    assert not list(copy.glob("*.phplan"))
+
+
+def test_a_sweep_is_a_table_with_a_line_about_each_column(charts: Path, saved: str) -> None:
+    result = run(charts, saved, "--sweep", "max_pixels=12000,50000")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert [row[0] for row in rows if row and row[0].replace(",", "").isdigit()][:2] == ["12,000", "50,000"]
+    for column in ("tokens", "media", "longest", "too long", "packs", "fill", "cost"):
+        assert f"\n{column}: " in result.stdout
+    assert "1 of 16 images has an own value, which stays" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("max_pixel=1000", "did you mean 'max_pixels'"),
+        ("fps=2", "expected NAME=N"),
+        ("max_pixels=", "whole numbers above 0"),
+        ("max_pixels=10,many", "whole numbers above 0"),
+        ("max_pixels=0", "whole numbers above 0"),
+        ("max_soft_tokens=70", "max_soft_tokens has no effect on images of qwen2_vl"),
+    ],
+)
+def test_a_sweep_over_something_else_is_an_error(charts: Path, saved: str, setting: str, words: str) -> None:
+    result = run(charts, saved, "--sweep", setting)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+
+
+def test_a_sweep_writes_no_plan_and_takes_one_pack_size(charts: Path, saved: str, tmp_path: Path) -> None:
+    for more in (["--out", tmp_path / "a.phplan"], ["--ranks", "8"], ["--pack-size", "512,1024"]):
+        result = run(charts, saved, "--sweep", "max_pixels=1000", *more)
+        assert result.exit_code == 2
+        assert "--sweep compares values without a plan" in " ".join(result.output.split())

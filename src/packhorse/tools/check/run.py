@@ -269,6 +269,10 @@ def check_meta(
     processor = os.fspath(processor) if isinstance(processor, os.PathLike) else processor
     no_media_dir = frozenset(config.name for config in configs if config.rules.media_dir is None)
     work = PartChecker(settings, processor, trust_remote_code, no_media_dir)
+    if work.encoding is not None:
+        for config in configs:
+            encoder = work.encoding.counter.encoder
+            encoder.check_dataset_settings(config.name, config.rules.media_settings)
     files = [_open_file(config, index_dir) for config in configs]
     if part_rows is None:
         part_rows = min(max(sum(file.rows for file in files) // _PARTS, _MIN_PART), _MAX_PART)
