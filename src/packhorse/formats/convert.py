@@ -413,11 +413,10 @@ class _Conversion:
         return {**part, kind: self._resolve(source)}
 
     def _resolve(self, source: Any) -> Any:
-        if isinstance(source, str):
-            if (uri := _DATA_URI.match(source)) is not None:
-                if not uri[2].lower().endswith(";base64"):
-                    raise self._bad("wrong_format", f"a data: address without base64 ({source:.40}…)")
-                return self._decode_base64(source[uri.end() :])
+        if isinstance(source, str) and (uri := _DATA_URI.match(source)) is not None:
+            if not uri[2].lower().endswith(";base64"):
+                raise self._bad("wrong_format", f"a data: address without base64 ({source:.40}…)")
+            return self._decode_base64(source[uri.end() :])
         if not self.rules.allow_http and _is_on_the_web(source):
             raise self._bad(
                 "not_allowed",
