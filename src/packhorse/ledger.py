@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from logging import getLogger
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from packhorse.errors import ConfigError, write_fault
 from packhorse.types import Action, Drop, Reason, Stage
@@ -323,16 +323,16 @@ class Ledger:
         lines = [f"{r}, {a}: {n:,}{of}" for (r, a), n in self._samples(by_reason=True).most_common()]
         return "\n".join(lines) or "no entries: nothing dropped, replaced, cut or repaired"
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all entries as JSONL, atomically; entries of many rows are one line with row ranges."""
+    def lines(self) -> Iterator[bytes]:
+        """Yield all entries as lines of JSON; entries of many rows are one line with row ranges."""
         self._collect()
+        for drop, times in list(self._drops.items()):
+            yield entry_line(asdict(drop)) * times
+        yield from (entry_line(many.to_json()) for many in list(self._many.values()))
 
-        def write(file: IO[bytes]) -> None:
-            for drop, times in list(self._drops.items()):
-                file.write(entry_line(asdict(drop)) * times)
-            file.writelines(entry_line(many.to_json()) for many in list(self._many.values()))
-
-        write_atomic(Path(path), write)
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`lines` to a file, atomically."""
+        write_atomic(Path(path), lambda file: file.writelines(self.lines()))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Ledger:

@@ -147,6 +147,11 @@ def _print(report: CheckReport, fixed: Fixed | None, show: int, advice: list[str
         f"{totals['rows']:,} rows of {datasets} checked, {share} media {decoded}, in {report.seconds:.1f} s: "
         f"{counts or 'nothing found'}."
     )
+    formats: dict[str, list[str]] = defaultdict(list)
+    for file in report.files:
+        if file.found.columns:
+            formats[str(file.found)].append(file.name)
+    out.lines(f"format of {', '.join(names)}: {found}" for found, names in formats.items())
     out.lines(advice)
     skipped: dict[str, list[str]] = defaultdict(list)
     for rule, need in report.skipped_rules().items():

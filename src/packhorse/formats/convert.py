@@ -420,12 +420,11 @@ class _Conversion:
         return {**part, kind: self._resolve(source)}
 
     def _resolve(self, source: Any) -> Any:
-        if isinstance(source, str):
-            if (uri := _DATA_URI.match(source)) is not None:
-                if not uri[2].lower().endswith(";base64"):
-                    raise self._bad("wrong_format", f"a data: address without base64 ({source:.40}…)")
-                return self._decode_base64(source[uri.end() :])
-        if not self.rules.allow_http and _is_on_the_web(source):
+        if isinstance(source, str) and (uri := _DATA_URI.match(source)) is not None:
+            if not uri[2].lower().endswith(";base64"):
+                raise self._bad("wrong_format", f"a data: address without base64 ({source:.40}…)")
+            return self._decode_base64(source[uri.end() :])
+        if not self.rules.allow_http and is_on_the_web(source):
             raise self._bad(
                 "not_allowed",
                 f"{describe(source)}: this dataset does not allow media from the web. Set allow_http to true "
@@ -511,12 +510,12 @@ def _without_reasoning(content: Any, extras: dict[str, Any]) -> tuple[Any, dict[
     return content, kept
 
 
-def _is_on_the_web(source: object) -> bool:
+def is_on_the_web(source: object) -> bool:
     """Return whether a source, or a frame of it, is fetched with HTTP."""
     if isinstance(source, list | tuple):
-        return any(map(_is_on_the_web, source))
+        return any(map(is_on_the_web, source))
     if isinstance(source, Mapping):
-        return _is_on_the_web(source.get("path"))
+        return is_on_the_web(source.get("path"))
     return isinstance(source, str) and _HTTP.search(source) is not None and is_address(source)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from packhorse.errors import ConfigError, data_errors
 from packhorse.formats.convert import convert_row
 from packhorse.formats.llama_factory import without_decoding
-from packhorse.formats.meta import check_rows_format, record_unused_fields
-from packhorse.formats.row_format import RowFormat, unused_fields
+from packhorse.formats.meta import check_rows_format, describe_rows, record_unused_fields
+from packhorse.formats.row_format import FoundFormat, RowFormat, find_format
 from packhorse.ledger import Ledger
 from packhorse.types import Rows
 
@@ -30,10 +30,11 @@ class ConvertedRows(Sequence[dict[str, Any]]):
         rows: what was given; a Hugging Face dataset with its media without_decoding.
         rules: their format.
         ledger: what conversion finds.
+        found: the format of the first rows.
     """
 
-    def __init__(self, rows: Rows, rules: RowFormat, ledger: Ledger) -> None:
-        self.rows, self.rules, self.ledger = rows, rules, ledger
+    def __init__(self, rows: Rows, rules: RowFormat, ledger: Ledger, found: FoundFormat) -> None:
+        self.rows, self.rules, self.ledger, self.found = rows, rules, ledger, found
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -46,6 +47,10 @@ class ConvertedRows(Sequence[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))
+
+    def describe(self) -> list[str]:
+        """Return a line about the rows: how many, the format of the first ones, what is not used."""
+        return [describe_rows(type(self.rows).__name__, len(self), self.rules, self.found)]
 
     def key(self, index: int) -> str:
         """Return the key of an example: that of the rows, or its index."""
@@ -86,8 +91,9 @@ def open_examples(data: Rows, rules: RowFormat | None, ledger: Ledger) -> Rows:
         return data
     rules = rules if rules is not None else RowFormat()
     check_rows_format(rows, rules)
-    record_unused_fields("", unused_fields(rows.values(), rules), ledger)
-    return ConvertedRows(data, rules, ledger)
+    found = find_format(rows.values(), rules)
+    record_unused_fields("", found.unused, ledger)
+    return ConvertedRows(data, rules, ledger, found)
 
 
 def _is_example(row: Mapping[str, Any]) -> bool:

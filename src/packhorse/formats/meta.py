@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from logging import getLogger
 from pathlib import PurePath
@@ -25,7 +25,7 @@ import numpy as np
 from packhorse.errors import BadSample, ConfigError, list_some, naming, suggest
 from packhorse.formats import llama_factory
 from packhorse.formats.convert import convert_row
-from packhorse.formats.row_format import RowFormat, layout_of, unused_fields
+from packhorse.formats.row_format import FoundFormat, RowFormat, find_format, layout_of
 from packhorse.formats.summary import (
     MetaExamples,
     add_stats,
@@ -39,7 +39,7 @@ from packhorse.media.source import is_address
 from packhorse.rows.index import file_error
 from packhorse.rows.row_files import Row, RowFile, gc_paused, local_file, open_rows
 from packhorse.rows.selection import Remainder, RowSelection, row_key
-from packhorse.types import Drop, Integers, World
+from packhorse.types import Drop, Integers, World, mask_secrets
 from packhorse.utils.progress import Progress
 
 logger = getLogger("packhorse.datasets")
@@ -262,11 +262,12 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One dataset of a mixture: its open file, this rank's rows of it, and how they are written."""
+    """One dataset of a mixture: its open file, this rank's rows of it, and how its first rows are written."""
 
     config: DatasetConfig
     file: RowFile
     selection: RowSelection
+    found: FoundFormat = field(default_factory=FoundFormat)
 
     def __len__(self) -> int:
         return len(self.selection)
@@ -344,6 +345,14 @@ class MetaDataset(Sequence[dict[str, Any]]):
         rows = map(self._find, indices)
         return [source.file.quick_location(source.selection.row(position)) for source, position in rows]
 
+    def describe(self) -> list[str]:
+        """Return a line for each dataset: its rows, the format of its first rows, what is not used."""
+        lines = []
+        for source in self._sources:
+            name = f"{source.config.name} ({mask_secrets(source.config.file_name)})"
+            lines.append(describe_rows(name, len(source), source.config.rules, source.found))
+        return lines
+
     def lengths(self) -> dict[str, int]:
         """Examples per dataset, in order."""
         return {source.config.name: len(source) for source in self._sources}
@@ -404,10 +413,10 @@ def open_meta_dataset(
     for config, file in zip(configs, files, strict=True):
         selection = RowSelection(len(file), config.ratio_of(len(file)), world, remainder)
         selection.record_losses(config.name, ledger)
-        sources.append(Source(config, file, selection))
-        first = check_first_rows(config, file)
+        found = find_format(check_first_rows(config, file).values(), config.rules)
+        sources.append(Source(config, file, selection, found))
         if world.rank == 0:
-            record_unused_fields(config.name, unused_fields(first.values(), config.rules), ledger)
+            record_unused_fields(config.name, found.unused, ledger)
     record_same_files(sources, ledger)
     return MetaDataset(sources, ledger)
 
@@ -626,6 +635,15 @@ def check_rows_format(rows: Mapping[str, Mapping[str, Any]], rules: RowFormat) -
             "tags={'user_tag': …, 'assistant_tag': …} to the roles of the rows",
             setting="tags",
         )
+
+
+def describe_rows(name: str, rows: int, rules: RowFormat, found: FoundFormat) -> str:
+    """Return a line about a dataset: rows, format, settings, and the fields that nothing reads."""
+    entry = rules.entry()
+    shown = ("columns", "tags", "media_dir", "format")
+    settings = [f"{key}={value!r}" for key, value in entry.items() if key not in shown]
+    unused = [f"not used: {', '.join(sorted(found.unused))}"] if found.unused else []
+    return "; ".join([f"{name}: {rows:,} row{'s' * (rows != 1)}, {found}", *settings, *unused])
 
 
 def record_unused_fields(name: str, unused: Iterable[str], ledger: Ledger) -> None:

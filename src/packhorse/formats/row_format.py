@@ -319,10 +319,54 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def unused_fields(rows: Iterable[Mapping[str, Any]], rules: RowFormat) -> list[str]:
-    """Return the fields of these rows that nothing reads; rows of an unknown format are passed over."""
-    unused: set[str] = set()
+@dataclass(frozen=True, slots=True)
+class FoundFormat:
+    """How the rows of a dataset are written, as far as they were read.
+
+    Attributes:
+        columns: (format, part, column) of what is read.
+        unused: fields that nothing reads.
+    """
+
+    columns: frozenset[tuple[str, str, str]] = frozenset()
+    unused: frozenset[str] = frozenset()
+
+    def __or__(self, other: FoundFormat) -> FoundFormat:
+        """Return the format of the rows of both."""
+        if other.columns <= self.columns and other.unused <= self.unused:
+            return self
+        return FoundFormat(self.columns | other.columns, self.unused | other.unused)
+
+    def __str__(self) -> str:
+        """Return formats and columns: ``messages (messages=conversations, images)``."""
+        formats: dict[str, list[str]] = {}
+        for name, part, column in sorted(self.columns, key=_in_order):
+            formats.setdefault(name, []).append(column if part == column else f"{part}={column}")
+        return ", ".join(f"{name} ({', '.join(columns)})" for name, columns in formats.items()) or "unknown"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return formats, columns by part, and unused fields for JSON."""
+        columns: dict[str, list[str]] = {}
+        for _, part, column in sorted(self.columns, key=_in_order):
+            columns.setdefault(part, []).append(column)
+        return {
+            "format": sorted({name for name, _, _ in self.columns}),
+            "columns": {part: list(dict.fromkeys(names)) for part, names in columns.items()},
+            "unused": sorted(self.unused),
+        }
+
+
+def _in_order(entry: tuple[str, str, str]) -> tuple[Any, ...]:
+    return entry[0], list(_ALIASES).index(entry[1]), entry[2]
+
+
+def find_format(rows: Iterable[Mapping[str, Any]], rules: RowFormat) -> FoundFormat:
+    """Return how these rows are written; rows of an unknown format are passed over."""
+    found = FoundFormat()
     for row in rows:
         with suppress(BadSample):
-            unused.update(layout_of(row, rules).unused)
-    return sorted(unused)
+            layout = layout_of(row, rules)
+            parts = {**layout.columns, **layout.preference}
+            columns = frozenset((layout.format, part, column) for part, column in parts.items())
+            found |= FoundFormat(columns, frozenset(layout.unused))
+    return found

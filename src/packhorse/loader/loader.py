@@ -37,7 +37,7 @@ from packhorse.loader.epoch_stats import (
     roll_back,
 )
 from packhorse.loader.metrics import Metrics
-from packhorse.loader.startup import attn_backend, check_batches, open_data, start_up
+from packhorse.loader.startup import attn_backend, check_batches, describe_data, open_data, start_up
 from packhorse.loader.state import LoaderState, Tally, describe_state
 from packhorse.loader.worker_pool import WorkerPool, default_num_workers
 from packhorse.plan.pack_plan import PackPlan
@@ -222,14 +222,16 @@ class Loader:
         return self._current.schedule.straggler_ratio()
 
     def describe(self) -> str:
-        """Return the plan, the steps and what was dropped, as text."""
+        """Return what was read and how, the plan, the steps and what was dropped, as text."""
         size, reserve = self.config.pack_size, self._planner.reserve_in(self.plan)
         reserved = f"; {reserve:,} of the {size:,} tokens of a pack are reserved for a placeholder"
-        rows = f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}"
+        mode = f"mode {self.config.mode}, epoch {self.epoch}"
+        rows = f"{len(self.dataset):,} rows, plan {self.plan_key}, {mode}"
         steps = f"{len(self):,} micro-steps of {self.config.batch_size} x {self.world.size} ranks"
         plan, ledger = self._planner.describe(self.plan), self.ledger.summary(len(self.dataset))
         steps += f", straggler ratio {self.straggler_ratio():.4f}"
-        return "\n".join([rows + (reserved if reserve else ""), *plan, steps, ledger])
+        data = describe_data(self.dataset)
+        return "\n".join([*data, rows + (reserved if reserve else ""), *plan, steps, ledger])
 
     # Batches.
 

@@ -451,6 +451,16 @@ class Shard(Sequence[Any]):
         return dataset_key(self.data, self.indices[index])
 
 
+def describe_data(dataset: Rows) -> list[str]:
+    """Return a line for each dataset: its rows, their format, and the fields that nothing reads."""
+    if isinstance(dataset, Shard):
+        whole = dataset.data
+        return [*describe_data(whole), f"this rank has {len(dataset):,} of {len(whole):,} rows"]
+    if isinstance(dataset, MetaDataset | ConvertedRows):
+        return dataset.describe()
+    return [f"{type(dataset).__name__}: {len(dataset):,} rows, examples"]
+
+
 def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Collectives) -> CountColumns:
     """Return the exact counts of all rows, from the count files or counted now.
 

@@ -46,6 +46,7 @@ def test_a_check_shows_a_table_and_the_rows_with_file_and_line_and_fails(tmp_pat
     assert f"  charts/7, {tmp_path}/charts.jsonl:8 (byte 1105): not valid JSON" in result.stdout
     assert "40 rows of 3 datasets checked, 26 of 27 media decoded, in " in result.stdout
     assert ": 3 errors, 1 warning.\n" in result.stdout
+    assert "format of charts: messages (messages, images)\n" in result.stdout
     assert re.search(
         r"^skipped \(needs a processor\): .*\bspecial_token_in_text\b", result.stdout, re.MULTILINE
     )
@@ -79,6 +80,9 @@ def test_the_report_is_one_json_object_with_stable_names(tmp_path: Path, saved: 
     assert (report["passed"], report["decoded"], report["processor"]) == (False, False, saved)
     assert report["counts"]["error"] == sum(one["severity"] == "error" for one in report["findings"])
     assert set(report["skipped_rules"]) == {"duplicate_image"}
+    assert report["datasets"][0]["format"] == ["messages"]
+    assert report["datasets"][0]["columns"] == {"messages": ["messages"], "images": ["images"]}
+    assert report["datasets"][0]["unused"] == []
     (line,) = [one for one in report["findings"] if one["rule"] == "malformed_row"]
     assert line.pop("found").startswith("not valid JSON")
     assert line == {

@@ -28,7 +28,7 @@ from packhorse.cli.terminal import in_options
 from warm_python import run_warm
 
 PACKHORSE = str(Path(sys.executable).with_name("packhorse"))
-COMMANDS = ("demo", "stats", "count", "plan", "check", "view", "parity", "ledger")
+COMMANDS = ("demo", "stats", "count", "plan", "check", "view", "parity", "ledger", "convert")
 ON_A_META_FILE = ("stats", "count", "plan", "check", "view", "parity")
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 
@@ -55,6 +55,7 @@ def options(command: str, saved: str) -> list[str]:
         "plan": ["--processor", saved, "--num-workers", "1"],
         "view": ["--processor", saved, "--port", "0"],
         "parity": ["--model", saved],
+        "convert": [f"{saved}/out.jsonl"],
     }.get(command, ["--num-workers", "1"])
 
 
@@ -94,7 +95,7 @@ def test_the_help_of_a_command_has_examples_exit_codes_and_json(command: str) ->
     assert not re.search(r"--[\w-]*…", options)  # no name is cut
 
 
-@pytest.mark.parametrize("command", ON_A_META_FILE)
+@pytest.mark.parametrize("command", [*ON_A_META_FILE, "convert"])
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [

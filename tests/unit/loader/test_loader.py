@@ -513,6 +513,31 @@ def test_the_description_names_plan_steps_and_losses():
     assert "micro-steps" in text
 
 
+def test_the_description_has_the_format_of_each_dataset_and_what_nothing_reads(tmp_path):
+    talk = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Me."}]
+    rows = [{"conversations": talk, "id": n} for n in range(3)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "story.json").write_text(
+        json.dumps([{"instruction": "Go on.", "input": "", "output": "No."}])
+    )
+    entries = {"a": {"file_name": "talks.jsonl"}, "b": {"file_name": "story.json", "system": "Be brief."}}
+    (tmp_path / "meta.json").write_text(json.dumps(entries))
+    lines = load(tmp_path / "meta.json").describe().splitlines()
+    assert lines[0] == (
+        f"a ({tmp_path}/talks.jsonl): 3 rows, messages (messages=conversations); not used: id"
+    )
+    assert lines[1] == (
+        f"b ({tmp_path}/story.json): 1 row, prompt_response (prompt=instruction, query=input, "
+        "response=output); system='Be brief.'"
+    )
+    assert lines[2].startswith("4 rows, plan ")
+    assert lines[2].partition(", mode ")[2].startswith("pack, epoch 0")
+    (of_list, *_) = load(rows).describe().splitlines()
+    assert of_list == "list: 3 rows, messages (messages=conversations); not used: id"
+    (of_examples, *_) = load(texts(3)).describe().splitlines()
+    assert of_examples == "list: 3 rows, examples"
+
+
 def test_the_end_of_an_epoch_is_logged(caplog):
     with caplog.at_level(logging.INFO, "packhorse.loader"):
         delivered_rows(load(texts(5)))

@@ -16,7 +16,7 @@ import numpy as np
 
 from packhorse.count.parts import PartTask, current_rows, make_counter
 from packhorse.errors import BadSample, naming
-from packhorse.formats.row_format import unused_fields
+from packhorse.formats.row_format import FoundFormat, find_format
 from packhorse.media import describe
 from packhorse.rows.parquet import ParquetRows
 from packhorse.rows.row_files import Row, RowFile, gc_paused
@@ -76,7 +76,7 @@ class PartFindings(NamedTuple):
     repairs: list[Repair]  # rows that have errors, and none after the repair
     relative: bool  # whether a path of a media item depends on the media folder
     media_failed: int = 0  # media that could not be opened
-    unused: tuple[str, ...] = ()  # fields that nothing reads
+    found: FoundFormat = FoundFormat()  # of the rows
 
 
 @dataclass(slots=True)
@@ -124,10 +124,10 @@ class PartChecker:
         images: list[tuple[bytes, bytes, int, int]] = []
         repairs: list[Repair] = []
         media, failed, relative = 0, 0, False
-        unused: set[str] = set()
+        found = FoundFormat()
         for row, raw, checked in self._check_rows(rows, task):
             if isinstance(raw, dict):
-                unused.update(unused_fields([raw], task.config.rules))
+                found |= find_format([raw], task.config.rules)
             delivered = checked
             if checked.violations:
                 location = on_one_line(rows.location(row))
@@ -154,7 +154,7 @@ class PartChecker:
             repairs,
             relative,
             failed,
-            tuple(sorted(unused)),
+            found,
         )
 
     def _check_rows(

@@ -22,6 +22,7 @@ from packhorse.count.parts import check_media_dir, map_parts, split_parts, with_
 from packhorse.count.sidecar import data_source
 from packhorse.errors import ConfigError, MissingDependency, plain_error, suggest
 from packhorse.formats.meta import DatasetConfig, Meta, read_meta
+from packhorse.formats.row_format import FoundFormat
 from packhorse.rows.row_files import RowFile, open_rows
 from packhorse.rows.selection import row_key
 from packhorse.tools.check.check_part import CheckSettings, PartChecker, PartFindings, RawFinding, Repair
@@ -81,7 +82,7 @@ class CheckedFile:
     rows_with_errors: int = 0
     relative: bool = False  # whether paths of media depend on the working directory
     notes: list[tuple[str, str]] = field(default_factory=list)  # findings about the whole file: (rule, found)
-    unused: set[str] = field(default_factory=set)  # fields that nothing reads
+    found: FoundFormat = field(default_factory=FoundFormat)  # how the rows are written
 
     @property
     def name(self) -> str:
@@ -95,7 +96,7 @@ class CheckedFile:
         self.media += part.media
         self.media_failed += part.media_failed
         self.relative |= part.relative
-        self.unused.update(part.unused)
+        self.found |= part.found
 
     def finding(self, row: int | None, rule: str, severity: Any, found: str, location: str) -> Finding:
         """Return a finding about a row, or about the file (None)."""
@@ -113,6 +114,7 @@ class CheckedFile:
         return {
             "name": self.name,
             "file": mask_secrets(self.config.file_name),
+            **self.found.as_dict(),
             **{name: getattr(self, name) for name in _SUMS},
             "counts": _by_severity(self.counts),
             "rules": {name: number for name, number in rules.items() if number},
@@ -314,8 +316,8 @@ def _add_notes(files: Sequence[CheckedFile], settings: CheckSettings) -> None:
             other = first.setdefault(os.path.realpath(checked.file.path), checked.name)
             if other != checked.name:
                 checked.notes.append(("same_file", f"it is also the file of dataset '{other}'"))
-        if checked.unused:
-            checked.notes.append(("unused_field", f"not used: {', '.join(sorted(checked.unused))}"))
+        if checked.found.unused:
+            checked.notes.append(("unused_field", f"not used: {', '.join(sorted(checked.found.unused))}"))
         checked.notes[:] = [note for note in checked.notes if note[0] not in settings.ignored]
         for rule, _ in checked.notes:
             checked.counts[rule, RULES[rule].severity] += 1
