@@ -14,12 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
+import packhorse
 from contract.exact import conversations
 from contract.media_files import write_video
 from contract.processors import FAMILIES, build, processor
 from contract.tiny_models import tiny_model
 from count_samples import write_rows
 from noise_floor import largest_difference, noise_floor
+from packhorse.collate_fns import default_collate_fn, qwen2_5_collate_fn, qwen3_omni_collate_fn
 from packhorse.count.counting import count_meta
 from packhorse.count.sidecar import Sidecar
 from packhorse.count.token_counter import TokenCounter
@@ -398,3 +400,125 @@ def test_frames_of_a_dataset_and_of_its_items(clip):
     sizes = [encoder.size_of(parse_conversation(example).media[0]) for example in dataset]
     assert [size.size.total_frames for size in sizes] == [4, 6, 8]
     assert all(dict(size.settings) == {"max_pixels": 9_000} for size in sizes)
+
+
+# --- collating and loading --------------------------------------------------------------------------------
+
+
+def examples_of(name: str) -> list[dict[str, Any]]:
+    """Examples whose images have different settings."""
+    return [
+        {
+            "conversation": [
+                {"role": "user", "content": [{"type": "image", "image": noise(*size), **settings}]},
+                {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]},
+            ]
+        }
+        for size, settings in zip(SIZES, ({}, *SETTINGS[name]), strict=False)
+    ]
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_samples_of_different_settings_are_collated(name):
+    encoder, examples = Encoder(processor(name)), examples_of(name)
+    batch = default_collate_fn(examples, encoder.processor, pixel_dtype=None)
+    alone = [encoder.encode(parse_conversation(example)) for example in examples]
+    rows = [encoder.rows(one, "pixel_values") for one in alone]
+    parts = batch["pixel_values"].split([sum(of_sample) for of_sample in rows])
+    for part, one in zip(parts, alone, strict=True):
+        kept = one.media["pixel_values"]
+        assert torch.equal(part[:, : kept.shape[1]], kept)
+        assert not part[:, kept.shape[1] :].any()
+    if name == "gemma4":
+        assert int((batch["image_position_ids"] == -1).all(-1).sum()) > 0
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma4"])
+def test_a_loader_delivers_the_rows_as_they_were_counted(name):
+    settings = SETTINGS[name][0]
+    loader = packhorse.load(
+        [{**CHART, "images": [noise(*size)]} for size in SIZES],
+        processor(name),
+        model="unchecked",
+        pack_size=2048,
+        dataset_options=settings,
+    )
+    encoder = Encoder(processor(name))
+    expected = [
+        len(encoder.encode(ask_as(CHART, MediaRef("image", noise(*size), settings))).tokens["input_ids"]) - 1
+        for size in SIZES
+    ]
+    lengths = [length for batch in loader for row in batch.info.document_lengths for length in row]
+    assert sorted(lengths) == sorted(expected)
+
+
+def ask_as(row: dict[str, Any], ref: MediaRef) -> Conversation:
+    question = Message("user", (ref, TextPart(row["messages"][0]["content"].removeprefix("<image>"))))
+    return Conversation((question, Message("assistant", (TextPart(row["messages"][1]["content"]),))))
+
+
+def test_a_loader_rejects_settings_of_a_dataset_that_the_family_does_not_take():
+    rows = [{**CHART, "images": [noise(20, 20)]}]
+    with pytest.raises(ConfigError, match="max_pixels has no effect on images of smolvlm"):
+        packhorse.load(rows, processor("smolvlm"), model="unchecked", dataset_options={"max_pixels": 1000})
+
+
+class Wrapper:
+    """A processor around another one, as some training scripts have it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.processor, self.tokenizer = inner, inner.tokenizer
+        self.image_processor, self.video_processor = inner.image_processor, inner.video_processor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["processor"], name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.processor(*arguments, **options)
+
+
+def test_a_wrapped_processor_rejects_settings_that_would_not_reach_it():
+    encoder = Encoder(Wrapper(processor("qwen2_vl")))
+    encoder.encode(ask(MediaRef("image", noise(60, 60))))
+    for use in (encoder.encode, TokenCounter(encoder).count):
+        with pytest.raises(ConfigError, match="need a processor of transformers itself"):
+            use(ask(MediaRef("image", noise(60, 60), {"max_pixels": 1000})))
+
+
+def test_a_batched_call_rejects_settings_of_an_item():
+    """A processor of no listed family, and a stub, get all media in one call."""
+
+    class Stub:
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            return "text"
+
+        def __call__(self, **_: Any) -> Any:
+            raise AssertionError("not called")
+
+    Stub.__name__ = "Qwen2_5_VLProcessor"
+    example = examples_of("qwen2_vl")[1]
+    with pytest.raises(BadSample, match="one call of Qwen2_5_VLProcessor has one setting") as raised:
+        qwen2_5_collate_fn([example], Stub())
+    assert raised.value.reason == "wrong_format"
+
+
+def test_the_package_of_qwen3_omni_gets_the_settings(clip, monkeypatch):
+    """qwen3_omni_collate_fn leaves resizing to the package, which knows the names next to an item."""
+    package = importlib.import_module("qwen_omni_utils")
+    given: list[dict[str, Any]] = []
+
+    def record(turns: Any, *arguments: Any, **options: Any) -> Any:
+        given.extend({k: v for k, v in part.items() if "pixels" in k} for part in turns[0]["content"])
+        return original(turns, *arguments, **options)
+
+    original = package.process_mm_info
+    monkeypatch.setattr(package, "process_mm_info", record)
+    content = [
+        {"type": "image", "image": noise(300, 400), "max_pixels": 30 * 1024},
+        {"type": "video", "video": str(clip), "frame_indices": [0, 8], "video_max_pixels": 200 * 1024},
+        {"type": "video", "video": [noise(64, 64)] * 4, "total_pixels": 10_000 * 1024},
+    ]
+    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "A cat."}]
+    batch = qwen3_omni_collate_fn([{"conversation": turns}], processor("qwen3_omni"))
+    assert given == [{"max_pixels": 30 * 1024}, {"max_pixels": 200 * 1024}, {"total_pixels": 10_000 * 1024}]
+    assert int(batch["image_grid_thw"].prod()) // 4 <= 30

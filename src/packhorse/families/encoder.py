@@ -83,6 +83,7 @@ from packhorse.media import (
     placeholder_media,
 )
 from packhorse.media.failure import DEFAULT_MAX_BYTES, check_bytes
+from packhorse.media.loading import settings_of
 from packhorse.media.settings import DATASET_SETTINGS, canonical_name, size_names, size_settings
 from packhorse.types import (
     MEDIA_KINDS,
@@ -784,13 +785,7 @@ class Encoder(ChatProcessor):
         Raises:
             BadSample: the settings are invalid, or the processor rejects the item.
         """
-        if not ref.options:
-            return None
-        try:
-            settings = size_settings(ref.kind, ref.options)
-        except BadSample as error:
-            detail = f"{describe(ref.source)}: {error.detail}"
-            raise BadSample(detail, reason=error.reason, stage=error.stage) from error
+        settings = settings_of(ref)
         return self.configure(ref.kind, size, settings) if settings else None
 
     def configure(self, kind: MediaKind, size: MediaSize, settings: Mapping[str, int]) -> ConfiguredSize:

@@ -278,7 +278,7 @@ def resize_image(
 def fit_image(height: int, width: int, factor: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
     """Return (height, width) after resizing by the rule of ``qwen_vl_utils``.
 
-    As :func:`resize_image`, but a side below half of ``factor`` counts as one ``factor``, not as none.
+    As :func:`resize_image`, but a side of at most half of ``factor`` counts as one ``factor``, not as none.
     """
     _check_aspect_ratio(height, width)
     rows, columns = (max(1, round(side / factor)) for side in (height, width))

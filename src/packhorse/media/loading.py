@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from packhorse.errors import ConfigError
+from packhorse.errors import BadSample, ConfigError
 from packhorse.media.audio import audio_info, load_audio
 from packhorse.media.failure import DEFAULT_MAX_BYTES, bad_media
 from packhorse.media.images import DEFAULT_MAX_PIXELS, image_size, load_image
 from packhorse.media.sampling import VideoInfo, VideoSampling
-from packhorse.media.settings import check_frame_limits
+from packhorse.media.settings import check_frame_limits, size_settings
 from packhorse.media.source import describe
 from packhorse.media.video import VideoFrames, VideoMetadata, load_video, probe_video
 from packhorse.types import MediaKind, MediaRef
@@ -56,6 +56,7 @@ def load_media(
     Raises:
         BadSample: the media item is missing, broken or too large, or its options are invalid.
     """
+    settings_of(ref)  # raises for an invalid one
     if ref.kind == "image":
         return load_image(ref.source, exif=exif, max_pixels=max_pixels)
     if ref.kind == "audio":
@@ -81,6 +82,7 @@ def media_size(ref: MediaRef) -> tuple[int, int] | VideoInfo:
     Returns:
         (height, width) of an image, the :class:`VideoInfo` of a video, (samples, rate) of an audio clip.
     """
+    settings_of(ref)  # raises for an invalid one
     if ref.kind == "image":
         return image_size(ref.source)
     if ref.kind == "audio":
@@ -117,6 +119,19 @@ def sampling_of(ref: MediaRef, sampling: VideoSampling | None) -> VideoSampling:
         raise bad_media(f"{describe(ref.source)}: {error}", "wrong_format") from error
     check_frame_limits(ref.options)
     return result
+
+
+def settings_of(ref: MediaRef) -> dict[str, int]:
+    """Return the settings for the size of a media item; raise ``wrong_format`` for an invalid one.
+
+    They are for encoding (:mod:`packhorse.families`): loading and measuring give the item's own size.
+    """
+    if not ref.options:
+        return {}
+    try:
+        return size_settings(ref.kind, ref.options)
+    except BadSample as error:
+        raise bad_media(f"{describe(ref.source)}: {error.detail}", error.reason) from error
 
 
 def _video_options(ref: MediaRef) -> dict[str, Any]:
