@@ -95,11 +95,11 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
     """The datasets of a meta file, in the order of their names.
 
     Args:
-        source: a JSON file (or address of one) that maps names to ``file_name``, ``columns``, ``tags``,
-            ``media_dir``, ``sample_ratio``, ``strict`` and ``confine``; or such a dict itself, whose
-            relative paths then start at the working directory; or a data file (``.jsonl``, ``.ndjson``,
-            ``.parquet``, a JSON array; also compressed), whose media paths then start at its folder. The
-            dataset of ``train.jsonl`` is called ``train``.
+        source: a JSON file (or address of one) that maps names to entries with ``file_name`` and settings
+            (``docs/reference/data.md`` has a table), or LLaMA-Factory's ``dataset_info.json``; or such a dict
+            itself, whose relative paths then start at the working directory; or a data file (``.jsonl``,
+            ``.ndjson``, ``.parquet``, a JSON array; also compressed), whose media paths then start at its
+            folder. The dataset of ``train.jsonl`` is called ``train``.
         dataset_names: only these.
 
     Raises:

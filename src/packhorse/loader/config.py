@@ -62,8 +62,9 @@ class LoaderConfig:
     Values are checked when the object is made.
 
     Attributes:
-        data: a data file, a meta file, a dict with its content, or examples: a list, a Hugging Face dataset,
-            anything with ``len`` and ``[index]`` that returns ``{"conversation": [...]}``.
+        data: a data file, a meta file (or LLaMA-Factory's ``dataset_info.json``), a dict with its content, or
+            rows: a list, a Hugging Face dataset, anything with ``len`` and ``[index]`` that returns rows in a
+            usual format (``docs/reference/data.md#row-formats``).
         dataset_names: use only these datasets of a meta file.
         columns: names of the fields of the rows, if ``data`` is a data file or in memory: ``messages``,
             ``prompt``, ``response``, ``images``, ``tools``, … The usual names are found without it.
@@ -294,7 +295,7 @@ def load(  # noqa: D417 (the settings are documented once, in LoaderConfig)
     For example ``packhorse.load("meta.json", processor, model=model, pack_size=8192, num_workers=8)``.
 
     Args:
-        data: a data file (``train.jsonl``), a meta file, a dict with its content, or examples.
+        data: a data file (``train.jsonl``), a meta file, a dict with its content, or rows in memory.
         processor: a processor, or the path or Hub name of one.
         model: the model to train, its config, folder or Hub name; required for packs. See
             :meth:`LoaderConfig.build`, also for ``world``, ``group`` and ``counts``.

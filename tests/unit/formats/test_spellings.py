@@ -14,7 +14,7 @@ from PIL import Image
 from packhorse.errors import BadSample
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.convert import convert_row
-from packhorse.formats.row_format import RowFormat, layout_of
+from packhorse.formats.row_format import FoundFormat, RowFormat, find_format, layout_of
 from packhorse.ledger import Ledger
 from raising import raises_bad_sample, raises_config
 
@@ -260,6 +260,29 @@ def test_what_nothing_reads_is_listed() -> None:
     assert layout_of(
         {"prompt": "a", "completion": "b", "messages": None, "score": 1}, RowFormat()
     ).unused == ("score",)
+
+
+@pytest.mark.parametrize("name", [*SPELLINGS_OF_TEXT, *SPELLINGS_OF_AN_IMAGE])
+def test_an_unknown_field_is_found_in_every_spelling(name: str) -> None:
+    row = {**SPELLINGS_OF_TEXT, **SPELLINGS_OF_AN_IMAGE}[name]
+    found = find_format([row, {**row, "odd": 1}], RowFormat())
+    assert found.unused == {"odd"}
+    assert found.as_dict()["unused"] == ["odd"]
+
+
+def test_the_format_of_rows_is_described_by_their_columns() -> None:
+    rows = [{"conversations": from_value(), "image": "cat.png", "id": 1}, {"messages": turns()}]
+    found = find_format(rows, RowFormat())
+    assert str(found) == "messages (messages=conversations, messages, images=image)"
+    assert found.as_dict() == {
+        "format": ["messages"],
+        "columns": {"messages": ["conversations", "messages"], "images": ["image"]},
+        "unused": ["id"],
+    }
+    pair = find_format([{"query": "a", "response": "b"}, {"odd": 1}], RowFormat())
+    assert str(found | pair) == f"{found}, prompt_response (prompt=query, response)"
+    assert found | FoundFormat() is found
+    assert str(FoundFormat()) == "unknown"
 
 
 PNG64 = base64.b64encode(png()).decode()

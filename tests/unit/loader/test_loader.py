@@ -514,17 +514,17 @@ def test_the_description_names_plan_steps_and_losses():
 
 
 def test_the_description_has_the_format_of_each_dataset_and_what_nothing_reads(tmp_path):
-    talk = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Me."}]
-    rows = [{"conversations": talk, "id": n} for n in range(3)]
-    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    turns = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Me."}]
+    rows = [{"conversations": turns, "id": n} for n in range(3)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "story.json").write_text(
         json.dumps([{"instruction": "Go on.", "input": "", "output": "No."}])
     )
-    entries = {"a": {"file_name": "talks.jsonl"}, "b": {"file_name": "story.json", "system": "Be brief."}}
+    entries = {"a": {"file_name": "chats.jsonl"}, "b": {"file_name": "story.json", "system": "Be brief."}}
     (tmp_path / "meta.json").write_text(json.dumps(entries))
     lines = load(tmp_path / "meta.json").describe().splitlines()
     assert lines[0] == (
-        f"a ({tmp_path}/talks.jsonl): 3 rows, messages (messages=conversations); not used: id"
+        f"a ({tmp_path}/chats.jsonl): 3 rows, messages (messages=conversations); not used: id"
     )
     assert lines[1] == (
         f"b ({tmp_path}/story.json): 1 row, prompt_response (prompt=instruction, query=input, "
