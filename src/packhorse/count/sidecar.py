@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = getLogger("packhorse.datasets")
 
-FORMAT = "packhorse-count-2"
+FORMAT = "packhorse-count-3"
 SUFFIX = ".phcount"
 CHECK = b"check"
 """Metadata key of the digest of the counts in the file of a single part."""
@@ -104,7 +104,7 @@ class Sidecar:
         return map(self.part, range(len(self.parts)))
 
     def columns(self) -> CountColumns:
-        """Return the counts of all rows: about 110 bytes per row."""
+        """Return the counts of all rows: about 120 bytes per row."""
         return CountColumns.of(self._reader.read_all())  # memory-mapped
 
     def media(self) -> MediaColumns:

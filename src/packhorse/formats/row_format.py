@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from packhorse.errors import BadSample, ConfigError, list_some, suggest
-from packhorse.types import Reasoning, is_weight
+from packhorse.types import Reasoning, Task, is_weight
 
 FormatName = Literal["auto", "messages", "prompt_response"]
 MediaPosition = Literal["marked", "first"]
@@ -136,6 +136,8 @@ class RowFormat:
         chat_template_kwargs: options for the chat template, such as ``enable_thinking``.
         weight: factor for the loss of every row.
         allow_http: fetch media at ``http:`` and ``https:`` addresses in rows.
+        task: ``"sft"`` reads answers to train on and rejects preference data; ``"preference"`` reads pairs of
+            answers, or answers with a label, and rejects everything else.
     """
 
     format: FormatName = "auto"
@@ -151,6 +153,7 @@ class RowFormat:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     weight: float = 1.0
     allow_http: bool = False
+    task: Task = "sft"
 
     def __post_init__(self) -> None:
         if self.confine and self.media_dir is None:
@@ -206,6 +209,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "format": get_args(FormatName),
     "media_position": get_args(MediaPosition),
     "reasoning": get_args(Reasoning),
+    "task": get_args(Task),
 }
 
 
@@ -268,7 +272,7 @@ def _find_layout(
         kind: FormatName = "messages" if "messages" in here and turns_declared else "prompt_response"
     else:
         kind = wanted
-    is_pair = "rejected" in here  # its prompt and answers may be in these columns alone
+    is_pair = "chosen" in here or "rejected" in here  # the prompt may be in these columns too
     if not is_pair and not ("messages" in here if kind == "messages" else is_prompt):
         return None
     other = _PROMPT_COLUMNS if kind == "messages" else ("messages",)
@@ -316,5 +320,7 @@ def unused_fields(rows: Iterable[Mapping[str, Any]], rules: RowFormat) -> list[s
     unused: set[str] = set()
     for row in rows:
         with suppress(BadSample):
-            unused.update(layout_of(row, rules).unused)
+            layout = layout_of(row, rules)
+            read = layout.preference.values() if rules.task == "preference" else ()
+            unused.update(set(layout.unused).difference(read))
     return sorted(unused)

@@ -14,7 +14,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import groupby
 from logging import getLogger
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,8 +129,7 @@ class BatchBuilder:
         self.samples.set_epoch(item.epoch)  # of ledger entries
         rows: list[Row] = []
         for pack in item.packs:
-            encoded = [(index, sample) for index in pack if (sample := self._load(index)) is not None]
-            rows += self.split_rows(encoded)
+            rows += self.split_rows([(index, sample) for index in pack for sample in self._load(index)])
         rows, batch = self._collate_usable(rows, item.media_mask)
         microbatches = self.config.pipeline_microbatches
         if microbatches is not None:
@@ -139,7 +140,7 @@ class BatchBuilder:
     def _describe(
         self, item: WorkItem, rows: Sequence[Row], batch: Mapping[str, Any], seconds: float
     ) -> BatchInfo:
-        used = {index: sample for row in rows for index, sample in row if index is not None}
+        used = {index: None for row in rows for index, _ in row if index is not None}
         images, videos, audios = (
             tuple(sum(sample.num_items[kind] for _, sample in row) for row in rows) for kind in MEDIA_KINDS
         )
@@ -149,7 +150,7 @@ class BatchBuilder:
             samples=tuple(used),
             lost=tuple(index for index in item.samples if index not in used),
             delivered=tuple(index in used for index in item.samples),
-            tokens=sum(map(self.length, used.values())),
+            tokens=sum(self.length(sample) for row in rows for index, sample in row if index is not None),
             slots=batch["labels"].numel(),
             supervised=int((batch["labels"] != IGNORE_INDEX).sum()),
             placeholder=any(index is None for row in rows for index, _ in row),
@@ -157,6 +158,7 @@ class BatchBuilder:
             document_keys=tuple(
                 tuple("" if index is None else self.samples.key(index) for index, _ in row) for row in rows
             ),
+            document_roles=tuple(tuple(sample.role for _, sample in row) for row in rows),
             document_lengths=tuple(tuple(self.length(sample) for _, sample in row) for row in rows),
             document_ids=batch.get("_packed_seq_ids"),
             num_images=images,
@@ -164,14 +166,19 @@ class BatchBuilder:
             num_audios=audios,
         )
 
-    def sample(self, index: int) -> Sample | None:
-        """Return a sample as :meth:`prepare` makes it; None if it cannot be used, which is recorded."""
+    def documents(self, index: int) -> list[Sample]:
+        """Return the documents of a row as :meth:`prepare` makes them: two for a pair, else one.
+
+        None at all if the row cannot be used, which is recorded.
+        """
         # With shard_data each rank has its own indices: keys differ.
         sample = self.samples.key(index) if self.config.shard_data else index
         _seed_random(f"{self.config.seed}/{self.samples.epoch}/{sample}")
         with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
-            return self.prepare(self.samples.load_sample(index))
-        return None
+            if self.config.task == "preference":
+                return [self.prepare(document) for document in self.samples.load_documents(index)]
+            return [self.prepare(self.samples.load_sample(index))]
+        return []
 
     def prepare(self, sample: Sample) -> Sample:
         """Return an encoded sample as :meth:`collate` takes it."""
@@ -197,16 +204,16 @@ class BatchBuilder:
         """Return how many tokens of the batch a sample takes."""
         return len(sample)
 
-    def _load(self, index: int) -> Sample | None:
+    def _load(self, index: int) -> list[Sample]:
         pool.note.value = index  # for the message if the sample kills its worker
         try:
             with time_limit(self.config.sample_timeout):
-                return self.sample(index)
+                return self.documents(index)
         except SampleTimeout as error:
             key = self.samples.key(index)
             with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
                 raise BadSample(str(error), reason="broken_media", stage="media", key=key) from None
-            return None
+            return []
         finally:
             pool.note.value = NO_SAMPLE
 
@@ -237,7 +244,7 @@ class BatchBuilder:
             self.collate([row])
         if outcome.error is None:
             return False
-        for index, _ in row:
+        for index in dict.fromkeys(index for index, _ in row):
             self.samples.record(index, outcome.error)
         return True
 
@@ -267,8 +274,9 @@ class PackBuilder(BatchBuilder):
         """Return the samples in one row; a sample that is longer than counted may need another."""
         rows: list[Row] = []
         capacity = used = self.packer.pack_size
-        for index, sample in samples:
-            length = self.packer.padded_length(len(sample))
+        for index, documents in groupby(samples, itemgetter(0)):  # both documents of a pair
+            row = list(documents)
+            length = sum(self.packer.padded_length(len(sample)) for _, sample in row)
             if length > capacity:
                 detail = f"{length:,} tokens, more than a pack has, and more than were counted"
                 with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
@@ -277,7 +285,7 @@ class PackBuilder(BatchBuilder):
             if used + length > capacity:
                 rows.append([])
                 used = 0
-            rows[-1].append((index, sample))
+            rows[-1] += row
             used += length
         return rows
 
@@ -301,7 +309,7 @@ class PackBuilder(BatchBuilder):
 
 
 class PadBuilder(BatchBuilder):
-    """Builds padded batches, one sample per row."""
+    """Builds padded batches, one document per row."""
 
     def length(self, sample: Sample) -> int:
         """Return how many tokens of the batch a sample takes: collating shifts it by one."""
@@ -313,8 +321,9 @@ class PadBuilder(BatchBuilder):
 
     def in_order(self, rows: list[Row]) -> list[Row]:
         """Return the rows as :func:`~packhorse.collate_fns.pad_collate_fn` orders them."""
-        by_sample = {sample: row for row in rows for _, sample in row}
-        return [by_sample[sample] for sample in order_rows(list(by_sample), self.samples.family)]
+        by_sample = {sample: index for row in rows for index, sample in row}
+        ordered = order_rows(list(by_sample), self.samples.family)
+        return [[(by_sample[sample], sample)] for sample in ordered]
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Collate a padded batch."""

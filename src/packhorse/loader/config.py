@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_o
 import torch
 
 from packhorse.errors import ConfigError, require, suggest
-from packhorse.types import Rows, World
+from packhorse.types import Rows, Task, World
 from packhorse.utils.pool import StartMethod, check_start_method
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class LoaderConfig:
         tags: names of the fields and roles of turns, likewise: ``role_tag``, ``content_tag``, ``user_tag``, …
         dataset_options: any setting of a dataset in a meta file, likewise: ``format``, ``media_dir``,
             ``system``, ``reasoning``, ``chat_template_kwargs``, ``allow_http``, …
+        task: ``"sft"`` trains on answers; ``"preference"`` delivers pairs of a chosen and a rejected answer
+            (both in one pack), or answers with a label, for :mod:`packhorse.integrations.preference`.
         mode: ``"pack"`` fills packs; ``"pad"`` batches samples of similar length.
         pack_size: maximum tokens of a pack (``"pad"``: of a sample), after the label shift.
         batch_size: packs (or samples) per rank and micro-step.
@@ -116,6 +118,7 @@ class LoaderConfig:
     columns: Mapping[str, str] | None = None
     tags: Mapping[str, str] | None = None
     dataset_options: Mapping[str, Any] | None = None
+    task: Task = "sft"
     mode: Mode = "pack"
     pack_size: int = 8192
     batch_size: int = 1
@@ -160,6 +163,12 @@ class LoaderConfig:
             raise ConfigError(f"max_bad_share={self.max_bad_share}: expected a share from 0 to 1, or None")
         if self.multiprocessing_context is not None:
             check_start_method(self.multiprocessing_context)
+        if self.task == "preference" and self.on_overlong == "truncate":
+            raise ConfigError.of(
+                "on_overlong",
+                self.on_overlong,
+                "a cut answer is another answer than the preferred one: use 'drop'",
+            )
         if self.mode == "pad":
             defaults = {field.name: field.default for field in fields(self)}
             for name in _ONLY_FOR_PACKS:
@@ -210,7 +219,7 @@ class LoaderConfig:
 
     def of_all_ranks(self) -> str:
         """Return the settings that all ranks must share, in addition to those that the plan depends on."""
-        names = ("mode", "batch_size", "gradient_accumulation_steps", "placeholder", "shard_data")
+        names = ("task", "mode", "batch_size", "gradient_accumulation_steps", "placeholder", "shard_data")
         values = [f"{name}={getattr(self, name)}" for name in names]
         # Ranks may have different folders; with and without one they read different step files.
         return ", ".join([*values, f"ledger_dir={'None' if self.ledger_dir is None else 'given'}"])
@@ -261,6 +270,7 @@ def load(  # noqa: D417 (the settings are documented once, in LoaderConfig)
     columns: Mapping[str, str] | None = None,
     tags: Mapping[str, str] | None = None,
     dataset_options: Mapping[str, Any] | None = None,
+    task: Task = "sft",
     mode: Mode = "pack",
     pack_size: int = 8192,
     batch_size: int = 1,

@@ -34,7 +34,7 @@ from packhorse.count.parts import (
 )
 from packhorse.count.sidecar import data_source
 from packhorse.errors import BadSample, ConfigError
-from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.conversation import parse_documents
 from packhorse.formats.convert import convert_row
 from packhorse.formats.estimate import ColumnsBuilder, estimate_lengths
 from packhorse.formats.meta import DatasetConfig, Meta, read_meta
@@ -323,20 +323,22 @@ def _estimate_part(task: PartTask, longest: int) -> DatasetStats:
                 if isinstance(row, BadSample):
                     raise row
                 example = convert_row(row, config.rules, key=key, dataset=config.name, record=ignore_drop)
-                conversation = parse_conversation(example, key)
-                sides = [max(image_size(ref.source)) for ref in conversation.media if ref.kind == "image"]
+                documents = parse_documents(example, key)
+                refs = [ref for document in documents for ref in document.media]
+                sides = [max(image_size(ref.source)) for ref in refs if ref.kind == "image"]
                 columns.add(example)
             except BadSample as error:
                 bad[error.reason] += 1
                 continue
             good.append(index)
-            values["media_per_row"].append(len(conversation.media))
+            values["media_per_row"].append(len(refs))
             values["image_side"] += sides
-            kinds = Counter(ref.kind for ref in conversation.media)
+            kinds = Counter(ref.kind for ref in refs)
             for kind in MEDIA_KINDS:
                 media[f"{kind}s"].append(kinds[kind])
-            answers = sum(len(turn.text) for turn in conversation.messages if turn.role == "assistant")
-            characters.append((answers, sum(len(turn.text) for turn in conversation.messages)))
+            turns = [turn for document in documents for turn in document.messages]
+            answers = sum(len(turn.text) for turn in turns if turn.role == "assistant")
+            characters.append((answers, sum(len(turn.text) for turn in turns)))
     total, visual, _ = estimate_lengths(columns.columns())
     # `_text_tokens` need not agree with the characters: answers keep their share of it.
     texts = zip((total - visual).tolist(), characters, strict=True)
