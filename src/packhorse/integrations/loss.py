@@ -53,33 +53,50 @@ def token_loss(
     Raises:
         ConfigError: the shapes do not fit.
     """
-    if logits.shape[:-1] != labels.shape:
-        detail = f"expected the shape [B, S] of the logits {tuple(logits.shape)}"
-        hint = "labels of a batch are already shifted, do not cut them"
-        raise ConfigError.of("labels", tuple(labels.shape), f"{detail}; {hint}")
-    summed: torch.Tensor = _SummedCrossEntropy.apply(logits, labels.to(logits.device))  # type: ignore[no-untyped-call]
+    summed = -token_log_probs(logits, labels).sum()
     if isinstance(tokens, torch.Tensor):
         return summed * (replicas / tokens.clamp(min=1).to(summed.device))
     return summed * (replicas / max(tokens, 1))
 
 
-class _SummedCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropy over rows with a label; saves the logits and one number per row."""
+def token_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each label that is not -100 [N], row after row.
+
+    Computed in float32 (at least), about a thousand tokens at a time; the gradient is computed anew, so it
+    needs little memory in addition to the logits and their gradient.
+
+    Args:
+        logits: [B, S, vocabulary].
+        labels: [B, S], already shifted.
+
+    Raises:
+        ConfigError: the shapes do not fit.
+    """
+    if logits.shape[:-1] != labels.shape:
+        detail = f"expected the shape [B, S] of the logits {tuple(logits.shape)}"
+        hint = "labels of a batch are already shifted, do not cut them"
+        raise ConfigError.of("labels", tuple(labels.shape), f"{detail}; {hint}")
+    log_probs: torch.Tensor = _TokenLogProbs.apply(logits, labels.to(logits.device))  # type: ignore[no-untyped-call]
+    return log_probs
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """Log-probabilities of labels; saves the logits and one number per label."""
 
     @staticmethod
     def forward(context: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         flat, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
         rows = torch.nonzero(targets != IGNORE_INDEX).flatten()
         exact = torch.promote_types(logits.dtype, torch.float32)
-        total = torch.zeros((), dtype=exact, device=logits.device)
-        norms = []
-        for some in torch.split(rows, _ROWS):
+        log_probs, norms = logits.new_empty(len(rows), dtype=exact), logits.new_empty(len(rows), dtype=exact)
+        for some, log_prob, norm in zip(
+            *(torch.split(each, _ROWS) for each in (rows, log_probs, norms)), strict=True
+        ):
             scores = flat[some].to(exact)
-            norm = scores.logsumexp(-1)
-            total += (norm - scores.gather(-1, targets[some, None])[:, 0]).sum()
-            norms.append(norm)
-        context.save_for_backward(logits, targets, rows, torch.cat(norms) if norms else total[None][:0])
-        return total
+            norm.copy_(scores.logsumexp(-1))
+            torch.sub(scores.gather(-1, targets[some, None])[:, 0], norm, out=log_prob)
+        context.save_for_backward(logits, targets, rows, norms)
+        return log_probs
 
     @staticmethod
     @once_differentiable
@@ -87,10 +104,12 @@ class _SummedCrossEntropy(torch.autograd.Function):
         logits, targets, rows, norms = context.saved_tensors
         gradient = torch.zeros_like(logits, memory_format=torch.contiguous_format)
         flat, into = logits.reshape(-1, logits.shape[-1]), gradient.view(-1, logits.shape[-1])
-        for some, norm in zip(torch.split(rows, _ROWS), torch.split(norms, _ROWS), strict=True):
+        for some, norm, scale in zip(
+            *(torch.split(each, _ROWS) for each in (rows, norms, outer)), strict=True
+        ):
             shares = flat[some].to(norm.dtype).sub_(norm[:, None]).exp_()  # of a copy: rows were picked
             shares.scatter_add_(-1, targets[some, None], shares.new_full((len(some), 1), -1.0))
-            into[some] = shares.mul_(outer).to(gradient.dtype)
+            into[some] = shares.mul_(-scale[:, None]).to(gradient.dtype)
         return gradient, None
 
 
