@@ -36,6 +36,8 @@ from packhorse.integrations.preference import (
 )
 from packhorse.types import Batch
 
+pytestmark = pytest.mark.needs_trl
+
 NAMES = ("qwen2_5_vl", "gemma3", "smolvlm")
 # Images of Gemma attend in both directions, which a causal kernel cannot do.
 KTO = [

@@ -580,6 +580,7 @@ def _world(shard_data: bool, rank: int | None, world_size: int | None) -> World:
 
 
 _FIRST_ROWS = 8
+_OTHER_TASK = ("preference_data", "no_preference")  # rows that another task reads
 
 
 def check_first_rows(config: DatasetConfig, file: RowFile) -> dict[str, Row]:
@@ -615,14 +616,15 @@ def check_rows_format(rows: Mapping[str, Mapping[str, Any]], rules: RowFormat) -
             layout_of(row, rules)
             example = convert_row(row, rules, key=key, dataset="", record=findings.record)
         except BadSample as error:
-            if error.key and error.reason not in ("preference_data", "no_preference"):
+            if error.key and error.reason not in _OTHER_TASK:
                 return  # this row is broken; it is raised when it is read
             unknown.append(error)
             continue
         if any(turn["role"] == "assistant" for turn in example["conversation"]):
             return
     if unknown and len(unknown) == len(rows):
-        raise ConfigError(unknown[0].detail, setting="columns") from unknown[0]
+        setting = "task" if unknown[0].reason in _OTHER_TASK else "columns"
+        raise ConfigError(unknown[0].detail, setting=setting) from unknown[0]
     roles = [drop for drop in findings if drop.reason == "unknown_role"]
     if len(rows) > 1 and len({drop.key for drop in roles}) == len(rows):
         raise ConfigError(
