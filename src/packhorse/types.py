@@ -519,6 +519,8 @@ class BatchInfo:
         document_ids: [B, S], the number of each token's document in its row from 1, 0 for padding; None if
             every row holds one document.
         num_images: images of each row; ``num_videos`` and ``num_audios`` likewise.
+        labels: [B, S], shifted, of preference data, which has no key ``labels``: a model would train on
+            rejected answers too.
     """
 
     epoch: int
@@ -538,6 +540,7 @@ class BatchInfo:
     num_videos: tuple[int, ...] = ()
     num_audios: tuple[int, ...] = ()
     document_roles: tuple[tuple[DocumentRole, ...], ...] = ()
+    labels: torch.Tensor | None = field(default=None, compare=False)
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS
+from packhorse.chat import IGNORE_INDEX, token_keys
 from packhorse.collate.packed import backends_of, collate_packs, loss_inputs
 from packhorse.collate.packer import Packer, media_keys
 from packhorse.errors import ConfigError
@@ -39,12 +39,15 @@ def mismatch_answers(batch: Batch) -> Batch:
     media = {key: (value,) for key, value in batch.items() if key in media_keys(None)}
     made = _collate([replace(packs[0], media=media), *packs[1:]], batch)
     lengths = tuple(tuple(map(len, row)) for row in rows)
+    labels = made.pop("labels")
+    del made["shift_labels"]
     info = replace(
         batch.info,
+        labels=labels,
         document_lengths=lengths,
         document_roles=tuple(tuple(one.role for one in row) for row in rows),
         document_ids=made.pop("_packed_seq_ids", None),
-        slots=made["labels"].numel(),
+        slots=labels.numel(),
     )
     return Batch(loss_inputs(made), info)
 
@@ -52,10 +55,11 @@ def mismatch_answers(batch: Batch) -> Batch:
 def _documents_of(batch: Batch) -> Iterator[Iterator[Sample]]:
     """Yield the documents of each row, without media."""
     info = batch.info
-    keys = [
-        key for key in (*TOKEN_KEYS, "position_ids", "labels") if key in batch and key != "attention_mask"
-    ]
-    tensors = {key: batch[key].cpu() for key in keys}
+    assert info.labels is not None
+    tensors = {"labels": info.labels}
+    for key in token_keys(batch, media_keys(None)):
+        if key != "attention_mask":
+            tensors[key] = batch[key].cpu()
 
     def documents(row: int) -> Iterator[Sample]:
         start = 0
@@ -104,7 +108,7 @@ def _prompt_length(document: Sample) -> int:
 
 def _collate(packs: list[PackedSample], batch: Mapping[str, Any]) -> dict[str, Any]:
     """Collate packs for the attention that a batch is for."""
-    width, mask = batch["labels"].shape[-1], batch.get("attention_mask")
+    width, mask = batch["input_ids"].shape[-1], batch.get("attention_mask")
     options: dict[str, Any] = {"pixel_dtype": None, "max_length": width}
     if max(map(len, packs)) > width:
         options["max_length"] = None

@@ -12,7 +12,8 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import ConfigError
-from packhorse.integrations.loss import count_supervised, grouped
+from packhorse.integrations.loss import grouped
+from packhorse.integrations.preference import count_for_loss
 from packhorse.integrations.trainer_feed import check_model, check_world
 from packhorse.types import Batch, to_device
 
@@ -66,8 +67,10 @@ def _check_models(accelerator: Accelerator, loader: Loader) -> None:
         check_model(loader, model)
 
 
-def steps(accelerator: Accelerator, loader: Loader) -> Iterator[tuple[list[Batch], int]]:
-    """Yield the micro-batches of each step on the device, and the supervised tokens of all ranks.
+def steps(accelerator: Accelerator, loader: Loader) -> Iterator[tuple[list[Batch], float]]:
+    """Yield the micro-batches of each step on the device, and what its loss is divided by.
+
+    That are the supervised tokens of all ranks; of preference data, the pairs and labelled answers.
 
     Loop over the micro-batches under ``accelerator.accumulate(model)``.
 
@@ -76,7 +79,7 @@ def steps(accelerator: Accelerator, loader: Loader) -> Iterator[tuple[list[Batch
     """
     _check_models(accelerator, loader)
     for group in grouped(loader, accelerator.gradient_accumulation_steps):
-        yield [to_device(batch, accelerator.device) for batch in group], count_supervised(group)
+        yield [to_device(batch, accelerator.device) for batch in group], count_for_loss(group)
 
 
 def replicas(accelerator: Accelerator) -> int:

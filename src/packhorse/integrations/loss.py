@@ -160,6 +160,18 @@ def grouped(batches: Iterable[Item], gradient_accumulation_steps: int) -> Iterat
         yield group
 
 
+def check_plain_answers(loader: Loader, what: str) -> None:
+    """Raise for a loader of preference data: cross entropy would train, or measure, rejected answers too."""
+    if loader.config.task == "preference":
+        raise ConfigError(
+            f"the loader has preference data, but {what} is for the cross entropy of plain answers: compute a "
+            "loss of packhorse.integrations.preference (dpo_loss, kto_loss, reward_loss) in a loop of your "
+            "own, as docs/how-to/preference.md shows",
+            setting="task",
+            value="preference",
+        )
+
+
 def wrong_world(world: World, ranks: str) -> ConfigError:
     """Return the error for a loader that is for other ranks than these."""
     message = (
@@ -217,6 +229,7 @@ def evaluate(model: torch.nn.Module, loader: Loader, group: dist.ProcessGroup | 
         ConfigError: the rows have no supervised token, the loader is for another number of ranks, or the
             model runs another attention than the batches are for.
     """
+    check_plain_answers(loader, "evaluate")
     if has_process_group() and loader.world.size != (ranks := dist.get_world_size(group)):
         raise wrong_world(loader.world, f"{ranks} ranks evaluate")
     if loader.cursor and loader.remaining:  # an evaluation was interrupted

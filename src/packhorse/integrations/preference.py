@@ -23,7 +23,7 @@ from packhorse.collate.mismatched import mismatch_answers
 from packhorse.collate.packed import model_inputs
 from packhorse.distributed import has_process_group, reachable_device
 from packhorse.errors import ConfigError, suggest
-from packhorse.integrations.loss import evaluation_mode, token_log_probs
+from packhorse.integrations.loss import count_supervised, evaluation_mode, token_log_probs
 from packhorse.types import Batch, BatchInfo, DocumentRole
 
 DpoLoss = Literal["sigmoid", "robust", "hinge", "ipo"]
@@ -56,6 +56,18 @@ def info_of(batch: Mapping[str, Any]) -> BatchInfo:
     return batch.info
 
 
+def labels_of(batch: Batch) -> torch.Tensor:
+    """Return the labels of a batch of preference data [B, S], on the CPU; ConfigError for any other batch."""
+    labels = info_of(batch).labels
+    if labels is None:
+        raise ConfigError(
+            'the batch has plain answers, not preference data: packhorse.load(…, task="preference")',
+            setting="batch",
+            value="plain answers",
+        )
+    return labels
+
+
 def document_log_probs(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return the log-probability of each document's supervised tokens, in float32 [D].
 
@@ -67,10 +79,10 @@ def document_log_probs(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         logits: [B, S, vocabulary], of ``model(**model_inputs(batch))``.
         batch: of a loader.
     """
-    values = token_log_probs(logits, batch["labels"])
-    owners = _document_of_tokens(info_of(batch), batch["labels"].shape)
-    owners = owners.to(values.device)[batch["labels"].to(values.device) != IGNORE_INDEX]
-    return values.new_zeros(_number_of_documents(batch.info)).index_add(0, owners, values)
+    info = info_of(batch)
+    values = token_log_probs(logits, labels_of(batch))
+    owners = _document_of_tokens(info, labels_of(batch).shape)[labels_of(batch) != IGNORE_INDEX]
+    return values.new_zeros(_number_of_documents(info)).index_add(0, owners.to(values.device), values)
 
 
 def document_rewards(values: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -83,7 +95,7 @@ def document_rewards(values: torch.Tensor, batch: Batch) -> torch.Tensor:
         values: [B, S] or [B, S, 1], of the head.
         batch: of a loader.
     """
-    info, shape = info_of(batch), batch["labels"].shape
+    info, shape = info_of(batch), labels_of(batch).shape
     if values.shape[:2] != shape or values.numel() != shape.numel():
         raise ConfigError.of("values", tuple(values.shape), f"expected one for each token {tuple(shape)}")
     owners = _document_of_tokens(info, shape)
@@ -109,7 +121,6 @@ def _document_of_tokens(info: BatchInfo, shape: torch.Size) -> torch.Tensor:
         lengths = torch.tensor([row[0] for row in info.document_lengths])
         ids = (torch.arange(shape[-1]) < lengths[:, None]).to(torch.int64)
     before = torch.tensor([0, *map(len, info.document_roles)][:-1]).cumsum(0)
-    ids = ids.cpu()
     return torch.where(ids > 0, ids - 1 + before[:, None], -1)
 
 
@@ -157,6 +168,13 @@ def count_preferences(
     """
     count = sum(len(batch.info.samples) for batch in batches)
     return int(_sum_over_ranks(torch.tensor([float(count)], dtype=torch.float64), group, device))
+
+
+def count_for_loss(batches: Sequence[Batch], group: dist.ProcessGroup | None = None) -> float:
+    """Return what a step's loss is divided by: pairs and labelled answers, else supervised tokens."""
+    if any(batch.info.labels is not None for batch in batches):
+        return count_preferences(batches, group)
+    return count_supervised(batches, group)
 
 
 def _sum_over_ranks(
@@ -230,11 +248,11 @@ def reference_log_probs(
     Raises:
         ConfigError: the reference runs another attention than the batch is for.
     """
-    info, labels = info_of(batch), batch["labels"]
+    info, device = info_of(batch), batch["input_ids"].device
     keys = [key for row in info.document_keys for key in row]
     if cache is not None and all(key in cache for key in keys if key):
         values = {key: iter(cache[key]) for key in keys if key}
-        return torch.tensor([next(values[key]) if key else 0.0 for key in keys], device=labels.device)
+        return torch.tensor([next(values[key]) if key else 0.0 for key in keys], device=device)
     modules = [reference] if isinstance(reference, torch.nn.Module) else []
     with evaluation_mode(*modules):
         found = document_log_probs(reference(**model_inputs(batch, *modules)).logits, batch)
@@ -428,7 +446,7 @@ def reward_loss(
 
 def _supervised_tokens(batch: Batch) -> torch.Tensor:
     """Return the number of supervised tokens of each document [D]."""
-    labels = batch["labels"].cpu()
+    labels = labels_of(batch)
     owners = _document_of_tokens(batch.info, labels.shape)[labels != IGNORE_INDEX]
     return torch.bincount(owners, minlength=_number_of_documents(batch.info))
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
 from logging import getLogger
@@ -135,7 +136,11 @@ class BatchBuilder:
         if microbatches is not None:
             batch = dict(prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), microbatches))
         info = self._describe(item, self.in_order(rows), batch, time.perf_counter() - started)
-        return Built(Batch(loss_inputs(batch), info))
+        inputs = loss_inputs(batch)
+        if self.config.task == "preference":  # model(**batch) must not train on rejected answers
+            info = replace(info, labels=inputs.pop("labels"))
+            del inputs["shift_labels"]
+        return Built(Batch(inputs, info))
 
     def _describe(
         self, item: WorkItem, rows: Sequence[Row], batch: Mapping[str, Any], seconds: float

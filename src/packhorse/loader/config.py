@@ -169,6 +169,12 @@ class LoaderConfig:
                 self.on_overlong,
                 "a cut answer is another answer than the preferred one: use 'drop'",
             )
+        if self.task == "preference" and self.pipeline_microbatches is not None:
+            raise ConfigError.of(
+                "pipeline_microbatches",
+                self.pipeline_microbatches,
+                "preference data cannot be split over stages",
+            )
         if self.mode == "pad":
             defaults = {field.name: field.default for field in fields(self)}
             for name in _ONLY_FOR_PACKS:
