@@ -81,7 +81,7 @@ def prompts() -> list[dict[str, Any]]:
     ]
 
 
-def pairs() -> list[dict[str, Any]]:
+def pair_rows() -> list[dict[str, Any]]:
     answers = [("A cat in the hat.", "the dog"), ("the one at", "not here, in there"), ("so on", "a b c d e")]
     return [
         {**row, "chosen": [say("assistant", good)], "rejected": [say("assistant", bad)]}
@@ -89,7 +89,7 @@ def pairs() -> list[dict[str, Any]]:
     ]
 
 
-def labelled() -> list[dict[str, Any]]:
+def labelled_rows() -> list[dict[str, Any]]:
     answers = [("A cat in the hat.", True), ("not here, in there", False), ("so on", True)]
     return [
         {**row, "completion": [say("assistant", answer)], "label": label}
@@ -112,7 +112,7 @@ class Trl:
         from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
         trainer, config = (DPOTrainer, DPOConfig) if kind == "dpo" else (KTOTrainer, KTOConfig)
-        rows = pairs() if kind == "dpo" else labelled()
+        rows = pair_rows() if kind == "dpo" else labelled_rows()
         settings = {"use_cpu": True, "report_to": "none", "bf16": False, "max_length": None}
         self.trainer = trainer(
             copy.deepcopy(tiny_model(name, seeds[0])),
@@ -183,7 +183,7 @@ def expected(dpo: Callable[[str], Trl]) -> Callable[[str, str], tuple[Result, li
     def expect(name: str, loss_type: str) -> tuple[Result, list[Result]]:
         trl = dpo(name)
         trl.trainer.loss_types, trl.trainer.label_smoothing = [loss_type], LOSSES[loss_type]
-        return trl.run(pairs()), trl.run_otherwise(pairs())
+        return trl.run(pair_rows()), trl.run_otherwise(pair_rows())
 
     return expect
 
@@ -197,7 +197,7 @@ def test_dpo_on_pairs_of_a_batch_equals_the_trainer_of_trl(
     parity: ParityRecorder,
 ) -> None:
     model, frozen = (copy.deepcopy(tiny_model(name, seed)) for seed in (0, 1))
-    batch = load(pairs(), name, model, mode=mode, batch_size=1 if mode == "pack" else 3)
+    batch = load(pair_rows(), name, model, mode=mode, batch_size=1 if mode == "pack" else 3)
     assert [role for row in batch.info.document_roles for role in row] == ["chosen", "rejected"] * 3
     reference = reference_log_probs(frozen, batch)
 
@@ -213,7 +213,7 @@ def test_dpo_on_pairs_of_a_batch_equals_the_trainer_of_trl(
 
 
 def test_metrics_are_those_of_trl(dpo: Callable[[str], Trl], parity: ParityRecorder) -> None:
-    trl, rows, name = dpo("qwen2_5_vl"), pairs(), "qwen2_5_vl"
+    trl, rows, name = dpo("qwen2_5_vl"), pair_rows(), "qwen2_5_vl"
     trl.trainer.loss_types, trl.trainer.label_smoothing = ["sigmoid"], 0.0
     batch = load(rows, name, tiny_model(name))
     measured = []
@@ -241,7 +241,7 @@ def test_kto_on_a_batch_equals_the_trainer_of_trl(
     name: str, backend: str, tmp_path: Path, parity: ParityRecorder
 ) -> None:
     """With its KL term, for which each prompt gets the answer of the row before it."""
-    rows, seeds = labelled(), (0, 1)
+    rows, seeds = labelled_rows(), (0, 1)
     mode = "pad" if backend == "pad" else "pack"
     keys = load(rows, name, tiny_model(name), mode=mode, batch_size=3).info.keys
     rows = [rows[int(key)] for key in keys]  # the KL term depends on the order
@@ -256,7 +256,7 @@ def test_kto_on_a_batch_equals_the_trainer_of_trl(
     model, frozen = (copy.deepcopy(tiny_model(name, seed)) for seed in seeds)
     for one in (model, frozen):
         use_attention(one, "sdpa" if backend == "pad" else backend)
-    batch = load(labelled(), name, model, mode=mode, batch_size=3 if backend == "pad" else 1)
+    batch = load(labelled_rows(), name, model, mode=mode, batch_size=3 if backend == "pad" else 1)
     assert batch.info.keys == keys
     mismatched = mismatched_batch(batch)
     with torch.no_grad():

@@ -173,7 +173,7 @@ class _Conversion:
         """Return both conversations of a pair, or one with its label."""
         columns = self.layout.preference
         if "chosen" not in columns and "rejected" not in columns:
-            return self._labelled()
+            return self._answer_and_label()
         chosen, rejected = (
             self.row.get(columns[part]) if part in columns else None for part in ("chosen", "rejected")
         )
@@ -184,7 +184,7 @@ class _Conversion:
         record, found = self.record, list[Drop]()
         self.record = found.append
         pair = {
-            role: self._conversation(self._answered(prompt, answer, role))
+            role: self._conversation(self._add_answer(prompt, answer, role))
             for role, answer in (("chosen", chosen), ("rejected", rejected))
         }
         shared = _common_turns(*pair.values())
@@ -197,7 +197,7 @@ class _Conversion:
             "rejected": self._train_from(pair["rejected"], shared),
         }
 
-    def _labelled(self) -> dict[str, Any]:
+    def _answer_and_label(self) -> dict[str, Any]:
         """Return a conversation with the label that its answer is good, or bad."""
         column = self.layout.preference.get("label")
         if column is None:
@@ -224,7 +224,7 @@ class _Conversion:
             first -= 1
         return turns[:first], turns[first:]
 
-    def _answered(self, prompt: list[Any], answer: Any, role: str) -> list[Any]:
+    def _add_answer(self, prompt: list[Any], answer: Any, role: str) -> list[Any]:
         """Return the turns of a conversation that ends in an answer: a text, parts, a message or messages.
 
         Messages that do not begin with the answer are the whole conversation, as TRL's implicit prompts.

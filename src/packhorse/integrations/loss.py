@@ -62,8 +62,8 @@ def token_loss(
 def token_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the log-probability of each label that is not -100 [N], row after row.
 
-    Computed in float32 (at least), about a thousand tokens at a time; the gradient is computed anew, so it
-    needs little memory in addition to the logits and their gradient.
+    Computed in float32 (at least), about a thousand tokens at a time, so that it needs little memory in
+    addition to the logits and their gradient.
 
     Args:
         logits: [B, S, vocabulary].
@@ -164,9 +164,9 @@ def check_plain_answers(loader: Loader, what: str) -> None:
     """Raise for a loader of preference data: cross entropy would train, or measure, rejected answers too."""
     if loader.config.task == "preference":
         raise ConfigError(
-            f"the loader has preference data, but {what} is for the cross entropy of plain answers: compute a "
-            "loss of packhorse.integrations.preference (dpo_loss, kto_loss, reward_loss) in a loop of your "
-            "own, as docs/how-to/preference.md shows",
+            f"the loader has task='preference', but {what} is for the cross entropy of plain answers: "
+            "compute dpo_loss, kto_loss or reward_loss of packhorse.integrations.preference in a loop of "
+            "your own, as docs/how-to/preference.md shows",
             setting="task",
             value="preference",
         )

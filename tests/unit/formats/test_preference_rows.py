@@ -44,7 +44,7 @@ def pair(*prompt: dict[str, Any], good: str = "A cat.", bad: str = "A dog.") -> 
     }
 
 
-def named(turn: dict[str, Any]) -> dict[str, Any]:
+def from_value(turn: dict[str, Any]) -> dict[str, Any]:
     return {"from": {"user": "human", "assistant": "gpt"}[turn["role"]], "value": turn["content"]}
 
 
@@ -59,9 +59,9 @@ PAIRS = {
         "rejected": [QUESTION, BAD],
     },
     "LLaMA-Factory, sharegpt": {
-        "conversations": [named(QUESTION)],
-        "chosen": named(GOOD),
-        "rejected": named(BAD),
+        "conversations": [from_value(QUESTION)],
+        "chosen": from_value(GOOD),
+        "rejected": from_value(BAD),
     },
     "LLaMA-Factory, alpaca": {
         "instruction": "What is it?",
@@ -201,7 +201,7 @@ def test_fields_that_are_read_are_not_reported_as_unused() -> None:
 def test_a_dataset_of_llama_factory_with_ranking_is_read_for_the_task(tmp_path: Path) -> None:
     columns = {"messages": "conversations", "chosen": "better", "rejected": "worse"}
     entry = {"file_name": "rows.json", "formatting": "sharegpt", "ranking": True, "columns": columns}
-    row = {"conversations": [named(QUESTION)], "better": named(GOOD), "worse": named(BAD)}
+    row = {"conversations": [from_value(QUESTION)], "better": from_value(GOOD), "worse": from_value(BAD)}
     (tmp_path / "rows.json").write_text(json.dumps([row]))
     (tmp_path / "dataset_info.json").write_text(json.dumps({"ranked": entry}))
     info = str(tmp_path / "dataset_info.json")

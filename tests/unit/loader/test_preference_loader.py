@@ -26,8 +26,10 @@ def draw_rows(number: int, seed: int = 0, *, images: Any = None) -> list[dict[st
     draw = random.Random(seed)
     rows = []
     for n in range(number):
-        picture = {"type": "image"}
-        parts = [*([picture] if n % 2 else []), {"type": "text", "text": "why " * draw.randint(1, 9)}]
+        parts = [
+            *([{"type": "image"}] if n % 2 else []),
+            {"type": "text", "text": "why " * draw.randint(1, 9)},
+        ]
         size = (draw.randint(60, 120), draw.randint(60, 120))
         image = Image.new("RGB", size, (n, 9, 7)) if images is None else images(n, size)
         row: dict[str, Any] = {"prompt": [{"role": "user", "content": parts}], "images": [image] * (n % 2)}
