@@ -135,6 +135,12 @@ def read_meta(
     return [replace(config, rules=replace(config.rules, task=task)) for config in configs]
 
 
+def task_of_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> Task:
+    """Return what the rows of a meta file are for: ``"preference"`` if any dataset says so."""
+    tasks = {config.rules.task for config in read_meta(source, dataset_names)}
+    return "preference" if "preference" in tasks else "sft"
+
+
 def meta_of_file(path: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the content of a meta file with one dataset, the rows of a data file."""
     name = os.path.basename(path).partition(".")[0] or "train"

@@ -41,7 +41,7 @@ from packhorse.formats.meta import DatasetConfig, Meta, read_meta
 from packhorse.media import image_size
 from packhorse.rows.row_files import RowFile, gc_paused, open_rows
 from packhorse.rows.selection import row_key
-from packhorse.types import MEDIA_KINDS
+from packhorse.types import MEDIA_KINDS, Task
 from packhorse.utils.files import Fingerprint
 from packhorse.utils.pool import Engine
 from packhorse.utils.progress import OnProgress, Progress
@@ -156,6 +156,7 @@ def compute_stats(
     trust_remote_code: bool = False,
     index_dir: str | None = None,
     longest: int = _LONGEST,
+    task: Task | None = None,
     progress: OnProgress | None = None,
 ) -> StatsReport:
     """Compute the distributions of tokens and media over the rows of each dataset.
@@ -170,13 +171,14 @@ def compute_stats(
         trust_remote_code: run code that comes with the processor.
         index_dir: as for :func:`~packhorse.datasets.open_meta_dataset`.
         longest: how many of the longest rows of each dataset to list.
+        task: what the rows are for; None for what each dataset says.
         progress: called with the number of finished rows; None logs it every few seconds.
 
     Raises:
         ConfigError: the meta file, a data file, the processor or a media folder is missing or invalid.
     """
     started = time.monotonic()
-    configs = read_meta(meta, dataset_names)
+    configs = read_meta(meta, dataset_names, task)
     if not configs:
         raise ConfigError(f"{meta}: it lists no dataset", path="" if isinstance(meta, Mapping) else meta)
     if processor is None:
@@ -191,6 +193,7 @@ def compute_stats(
         trust_remote_code=trust_remote_code,
         bad_rows=0,
         index_dir=index_dir,
+        task=task,
         progress=progress,
     )
     name = processor if isinstance(processor, str | os.PathLike) else type(processor).__name__
