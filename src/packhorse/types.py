@@ -62,6 +62,12 @@ class MediaMask(enum.IntFlag):
 Reasoning = Literal["keep", "mask", "drop"]
 """What becomes of reasoning (``<think>…</think>``) in answers: trained, kept as context, removed."""
 
+Task = Literal["sft", "preference"]
+"""What rows are for: answers to train on, or answers to prefer and to avoid."""
+
+DocumentRole = Literal["", "chosen", "rejected", "good", "bad"]
+"""What a document of preference data is: one answer of a pair, or an answer with its label. Else empty."""
+
 Action = Literal["dropped", "replaced", "cut", "repaired", "kept"]
 """What happened to the sample: ``dropped`` and ``replaced`` were not delivered; ``cut`` was delivered without
 a part; ``repaired`` was delivered changed; ``kept`` was delivered unchanged, with a remark."""
@@ -78,7 +84,8 @@ Reason = Literal[
     "empty_conversation",
     "no_assistant_turn",
     "unknown_role",
-    "preference_data",  # two answers, or an answer and whether it is good
+    "preference_data",  # two answers, or an answer and whether it is good, in a run on plain answers
+    "no_preference",  # a plain answer in a run on preference data
     "unsupported_turn",  # the chat template cannot write a turn or a tool call of the row
     "unused_field",  # a column of a dataset that nothing reads
     "surplus_placeholder",  # more <image> in the text than images in the row
@@ -306,6 +313,7 @@ class TokenCount:
         patches: positions that the vision encoder attends over.
         exact: whether the processor returns exactly these.
         off_by: if not exact: the largest error of the total; -1 if unknown.
+        rejected: for a pair, whose other counts are sums over both documents: tokens of the rejected one.
     """
 
     text: int
@@ -319,6 +327,7 @@ class TokenCount:
     patches: int = 0
     exact: bool = True
     off_by: int = 0
+    rejected: int = 0
 
     @property
     def total(self) -> int:
@@ -421,10 +430,12 @@ class Sample(_TokenTensors):
     Attributes:
         media: the media tensors by key, as the family's :data:`MediaLayout` declares them.
         key: names the row (``coco/812``); empty if unknown.
+        role: what the document is in preference data.
     """
 
     media: Mapping[str, torch.Tensor] = field(default_factory=dict)
     key: str = ""
+    role: DocumentRole = ""
 
     def with_per_token(self, tensors: Mapping[str, torch.Tensor]) -> Sample:
         """Return the sample with these tensors instead of its :attr:`per_token`."""
@@ -502,12 +513,16 @@ class BatchInfo:
         placeholder: whether a placeholder sample was added.
         seconds: time to build the batch in its process: reading, encoding, collating, pipeline chunks.
         document_keys: for each row of the batch the key of each document; ``""`` for a placeholder.
+        document_roles: likewise what each document is in preference data: ``"chosen"`` and ``"rejected"`` of
+            a pair, which are next to each other, or ``"good"`` and ``"bad"``; ``""`` for any other.
         document_lengths: for each row the tokens of each document, after the shift.
         document_ids: [B, S], the number of each token's document in its row from 1, 0 for padding; None if
             every row holds one document.
         num_images: images of each row; ``num_videos`` and ``num_audios`` likewise.
         loss_weights: [B, S], the factor of each token for the loss, shifted like the labels, 1 for padding
             and placeholders; None if all are 1.
+        labels: [B, S], shifted, of preference data, which has no key ``labels``: a model would train on
+            rejected answers too.
     """
 
     epoch: int
@@ -527,11 +542,16 @@ class BatchInfo:
     num_videos: tuple[int, ...] = ()
     num_audios: tuple[int, ...] = ()
     loss_weights: torch.Tensor | None = field(default=None, compare=False)
+    document_roles: tuple[tuple[DocumentRole, ...], ...] = ()
+    labels: torch.Tensor | None = field(default=None, compare=False)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys of the samples in the batch, in the order of ``samples``."""
-        return tuple(key for row in self.document_keys for key in row if key)
+        keys = [key for row in self.document_keys for key in row]
+        roles = [role for row in self.document_roles for role in row] or [""] * len(keys)
+        # A pair is one sample of two documents.
+        return tuple(key for key, role in zip(keys, roles, strict=True) if key and role != "rejected")
 
     @property
     def is_padding(self) -> bool:

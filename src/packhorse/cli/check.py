@@ -40,6 +40,7 @@ def check(
         bool, terminal.flag("--headers", "Read the headers of media only; do not decode them.")
     ] = False,
     datasets: terminal.DATASETS = None,
+    task: terminal.TASK = None,
     ignore: Annotated[
         list[str] | None, terminal.text("RULE", "Skip this rule; can be repeated.", "--ignore")
     ] = None,
@@ -76,6 +77,7 @@ def check(
                 meta,
                 processor,
                 dataset_names=datasets or None,
+                task=terminal.task_of(task),
                 max_length=max_length,
                 decode=not headers,
                 tiny=tiny,

@@ -39,6 +39,7 @@ def count(
     ] = None,
     num_workers: terminal.WORKERS = None,
     datasets: terminal.DATASETS = None,
+    task: terminal.TASK = None,
     write_jsonl: Annotated[
         Path | None, terminal.text("DIR", "Also write copies of the rows with their counts to this folder.")
     ] = None,
@@ -74,6 +75,7 @@ def count(
                 meta,
                 processor,
                 dataset_names=datasets or None,
+                task=terminal.task_of(task),
                 engine=make_engine(engine, num_workers, ray_address),
                 part_rows=part_rows,
                 verify=verify,

@@ -81,6 +81,7 @@ def plan(
         terminal.text("NAME=N[,N]…", "Compare values of a media setting such as max_pixels; write no plan."),
     ] = None,
     datasets: terminal.DATASETS = None,
+    task: terminal.TASK = None,
     num_workers: terminal.WORKERS = None,
     trust_remote_code: terminal.TRUST = False,
     verbose: terminal.VERBOSE = False,
@@ -92,6 +93,7 @@ def plan(
     padded batches or TRL's packing would take. Media are not decoded; packhorse check finds damaged ones.
     """
     with terminal.one_line_errors("plan", "no plan was written (finished counts are kept)", verbose):
+        from packhorse.formats.meta import task_of_meta
         from packhorse.loader.config import LoaderConfig
         from packhorse.media.source import is_address
         from packhorse.tools.sweep import parse_sweep, sweep_report
@@ -122,6 +124,7 @@ def plan(
         config = LoaderConfig(
             data=meta,
             dataset_names=datasets or None,
+            task=terminal.task_of(task) or task_of_meta(meta, datasets or None),
             pack_size=sizes[0],
             max_patches=max_patches,
             max_media=max_media,

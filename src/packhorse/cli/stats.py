@@ -36,6 +36,7 @@ def stats(
     meta: terminal.META,
     processor: Annotated[str | None, terminal.processor("; without it tokens are estimated")] = None,
     datasets: terminal.DATASETS = None,
+    task: terminal.TASK = None,
     each: Annotated[bool, terminal.flag("--each", "Draw the histograms of each dataset.")] = False,
     longest: Annotated[
         int | None,
@@ -59,6 +60,7 @@ def stats(
                 meta,
                 processor,
                 dataset_names=datasets or None,
+                task=terminal.task_of(task),
                 engine=make_engine("local", num_workers),
                 trust_remote_code=trust_remote_code,
                 longest=5 if longest is None else longest,

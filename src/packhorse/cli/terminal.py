@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from enum import Enum
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -25,6 +26,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from packhorse.errors import PackhorseError, plain_error, suggest
+from packhorse.types import Task as TaskName
 
 if TYPE_CHECKING:
     # Stubs of type checkers; dataclasses has no public type for its instances.
@@ -61,6 +63,11 @@ def examples(command: str, exit_codes: str, arguments: dict[str, str]) -> str:
 META = Annotated[str, typer.Argument(help="A data file, or a meta file that lists datasets.", metavar="META")]
 PROCESSOR = Annotated[str, processor()]
 DATASETS = Annotated[list[str] | None, text("NAME", "Only this dataset; can be repeated.", "--dataset")]
+Task = Enum("Task", {"sft": "sft", "preference": "preference"}, type=str)
+TASK = Annotated[
+    Task | None,
+    text("TASK", "What rows are for: sft or preference; default: what the meta file says, else sft."),
+]
 WORKERS = Annotated[int | None, number("Worker processes; default: one per core.")]
 TRUST = Annotated[bool, flag("--trust-remote-code", "Run code that comes with the processor or model.")]
 VERBOSE = Annotated[
@@ -81,6 +88,11 @@ _QUIET = {
 }
 
 Cell = str | int
+
+
+def task_of(option: Any) -> TaskName | None:
+    """Return the value of the option ``--task``; None if it is not given."""
+    return None if option is None else option.value
 
 
 def new_table() -> Table:

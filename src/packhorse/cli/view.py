@@ -36,6 +36,7 @@ def view(
     pack_size: Annotated[
         int, terminal.number("For a data or meta file: the largest number of tokens of a pack.")
     ] = 8192,
+    task: terminal.TASK = None,
     trust_remote_code: terminal.TRUST = False,
     verbose: terminal.VERBOSE = False,
     as_json: terminal.AS_JSON = False,
@@ -51,7 +52,12 @@ def view(
 
         socket = listen(host, port)  # before the long work
         viewer = PlanViewer.open(
-            source, processor, ledger=ledger, pack_size=pack_size, trust_remote_code=trust_remote_code
+            source,
+            processor,
+            ledger=ledger,
+            pack_size=pack_size,
+            task=terminal.task_of(task),
+            trust_remote_code=trust_remote_code,
         )
         if processor is not None:
             _ = viewer.encoder  # a mistyped path raises here, not at the first page

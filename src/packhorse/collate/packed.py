@@ -238,7 +238,7 @@ def check_takes_batches_of(name: str, attention: str, backend: str) -> None:
 
 def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
     attention = attention_of(model)
-    supported = _backends_of(batch)
+    supported = backends_of(batch)
     if supported:
         check_packable(model)
     if supported and not any(takes_batches_of(attention, backend) for backend in supported):
@@ -250,7 +250,7 @@ def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
         raise ConfigError(what, setting="attn_implementation", value=attention)
 
 
-def _backends_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
+def backends_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the attention backends that a packed batch is for; nothing if it is not packed."""
     if "cu_seq_lens_q" in batch:
         return _CONTIGUOUS[::-1]

@@ -46,6 +46,7 @@ def count_schema(metadata: Mapping[str, str] | None = None) -> pa.Schema:
         pa.field("exact", pa.bool_(), nullable=False),
         pa.field("off_by", pa.int32(), nullable=False),
         pa.field("weight", pa.float64(), nullable=False),
+        pa.field("rejected", pa.int32(), nullable=False),
         pa.field("media", pa.list_(pa.field("item", pa.struct(media_item), nullable=False)), nullable=False),
     ]
     return pa.schema(columns, metadata=dict(metadata or {}))
@@ -75,25 +76,33 @@ class CountColumns:
     off_by: Integers
     detail: Texts = field(default_factory=lambda: np.empty(0, object))
     weight: Floats = field(default_factory=lambda: np.empty(0, np.float64))
+    rejected: Integers = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __post_init__(self) -> None:
         if len(self.detail) != len(self.text):
             object.__setattr__(self, "detail", np.full(len(self.text), "", object))
         if len(self.weight) != len(self.text):
             object.__setattr__(self, "weight", self.supervised.astype(np.float64))
+        if len(self.rejected) != len(self.text):
+            object.__setattr__(self, "rejected", np.zeros(len(self.text), np.int64))
 
     def __len__(self) -> int:
         return len(self.text)
 
     @property
     def total(self) -> Integers:
-        """Length of each row's ``input_ids``."""
+        """Length of each row's ``input_ids``; of a pair, those of both documents."""
         return self.text + self.image + self.video + self.audio
 
     @property
     def weighted(self) -> bool:
         """Whether any row has loss weights other than 1."""
         return bool((self.weight != self.supervised).any())
+
+    @property
+    def document_lengths(self) -> tuple[Integers, Integers]:
+        """Lengths of each row's first document, and of the rejected one of a pair (else 0)."""
+        return self.total - self.rejected, self.rejected
 
     def take(self, positions: npt.ArrayLike) -> CountColumns:
         """Return the counts of these rows, in this order; a row may occur more than once.
@@ -120,7 +129,7 @@ class CountColumns:
         """Return the counts in a table or a record batch of a sidecar."""
         import pyarrow as pa
 
-        integers = {name: _to_array(table.column(name), np.int64) for name in (*COUNTS, "off_by")}
+        integers = {name: _to_array(table.column(name), np.int64) for name in (*COUNTS, "off_by", "rejected")}
         status = _to_texts(table.column("status"))
         exact, ok = _to_array(table.column("exact"), np.bool_), np.asarray(status == OK, np.bool_)
         # Only bad rows have a detail, and they are few.

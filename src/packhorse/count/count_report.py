@@ -25,7 +25,7 @@ from packhorse.count.columns import COUNTS, OK, CountColumns
 from packhorse.count.sidecar import Sidecar
 from packhorse.errors import BadSample, write_fault
 from packhorse.families import Encoder
-from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.conversation import parse_documents
 from packhorse.formats.convert import convert_row
 from packhorse.formats.meta import DatasetConfig
 from packhorse.ledger import Ledger
@@ -268,13 +268,17 @@ def _encode_and_count(counted: CountedFile, row: int, encoder: Encoder) -> dict[
         example = convert_row(
             counted.file[row], config.rules, key=key, dataset=config.name, record=Ledger().record
         )
-        conversation = parse_conversation(example, key)
-        encoded = encoder.encode(conversation)
-        labels = encoder.labels(encoded)
+        documents = [_count_encoded(encoder, document) for document in parse_documents(example, key)]
     except BadSample as error:
         return error
     except CannotAlign as error:
         return BadSample(str(error), key=key, stage="encode")
+    return {name: sum(counts[name] for counts in documents) for name in documents[0]}
+
+
+def _count_encoded(encoder: Encoder, conversation: Conversation) -> dict[str, int]:
+    encoded = encoder.encode(conversation)
+    labels = encoder.labels(encoded)
     ids = encoded.tokens["input_ids"].tolist()
     media = sum(token in encoder.media_token_ids for token in ids)
     real = {"total": len(ids), "text": len(ids) - media, "media": media}

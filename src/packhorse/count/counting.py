@@ -49,6 +49,7 @@ from packhorse.errors import FULL_DISK, ConfigError, SystemFault, write_fault
 from packhorse.formats.meta import DatasetConfig, Meta, open_dataset_rows, read_meta
 from packhorse.rows.index import file_error
 from packhorse.rows.row_files import RowFile
+from packhorse.types import Task
 from packhorse.utils.files import Fingerprint, cache_lock, remove_if_idle, write_atomic
 from packhorse.utils.pool import Engine
 from packhorse.utils.progress import OnProgress, Progress
@@ -92,6 +93,7 @@ def count_meta(
     trust_remote_code: bool = False,
     bad_rows: int = 3,
     index_dir: str | None = None,
+    task: Task | None = None,
     progress: OnProgress | None = None,
 ) -> CountReport:
     """Count the tokens of every row and save the counts next to the data.
@@ -115,6 +117,7 @@ def count_meta(
         trust_remote_code: run code that comes with the processor.
         bad_rows: number of rows per reason that the report names, with their locations in the file.
         index_dir: as for :func:`~packhorse.datasets.open_meta_dataset`.
+        task: what the rows are for; None for what each dataset says.
         progress: called with the number of counted rows; None logs it every few seconds.
 
     Raises:
@@ -127,7 +130,7 @@ def count_meta(
         raise ConfigError.of("verify", verify, "expected at least 0")
     started = time.monotonic()
     # Settings depend on the paths as the meta file has them; workers get absolute ones.
-    named = read_meta(meta, dataset_names)
+    named = read_meta(meta, dataset_names, task)
     for config in named:
         check_media_dir(config)
     configs = [with_absolute_paths(config) for config in named]

@@ -25,7 +25,7 @@ from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Encoder
 from packhorse.families.media_sizes import ConfiguredSize
 from packhorse.families.models import open_processor
-from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.conversation import parse_documents
 from packhorse.formats.convert import convert_row
 from packhorse.formats.meta import DatasetConfig
 from packhorse.media import VideoInfo
@@ -255,19 +255,19 @@ def _count_rows(
 ) -> Iterator[Counted | BadSample]:
     """Yield the count of each row, or its error, in order."""
     parsed = [_parse(row, number, config) for number, row in zip(numbers, rows.read(numbers), strict=True)]
-    counts = iter(counter.count_many([entry for entry in parsed if isinstance(entry, Conversation)]))
+    counts = iter(counter.count_documents([entry for entry in parsed if not isinstance(entry, BadSample)]))
     for number, entry in zip(numbers, parsed, strict=True):
-        result = next(counts) if isinstance(entry, Conversation) else entry
+        result = entry if isinstance(entry, BadSample) else next(counts)
         yield _without_paths(result, rows, number, config) if isinstance(result, BadSample) else result
 
 
-def _parse(row: Row | BadSample, number: int, config: DatasetConfig) -> Conversation | BadSample:
+def _parse(row: Row | BadSample, number: int, config: DatasetConfig) -> tuple[Conversation, ...] | BadSample:
     if isinstance(row, BadSample):
         return row
     key = row_key(config.name, number)
     try:
         example = convert_row(row, config.rules, key=key, dataset=config.name, record=ignore_drop)
-        return parse_conversation(example, key)
+        return parse_documents(example, key)
     except BadSample as error:
         return error
 
@@ -293,9 +293,9 @@ def _describe_position(match: re.Match[str]) -> str:
     return f"{'' if line == '1' else f'line {line}, '}column {column} of the row"
 
 
-_FIELDS = (*COUNTS, "off_by", "exact")
+_FIELDS = (*COUNTS, "off_by", "rejected", "exact")
 _get_fields = attrgetter(*_FIELDS)
-_NO_COUNTS = (*(0 for _ in COUNTS), 0, True)
+_NO_COUNTS = (*(0 for _ in COUNTS), 0, 0, True)
 
 
 class CountedRows:

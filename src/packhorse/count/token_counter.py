@@ -19,6 +19,7 @@ from itertools import accumulate, compress
 from typing import Any, cast
 
 from packhorse.chat import IGNORE_INDEX, Answer, CannotAlign, Span, compile_tokens, label_tokens
+from packhorse.count.columns import COUNTS
 from packhorse.errors import BadSample, naming
 from packhorse.families import Encoder
 from packhorse.families.encoder import processor_errors, spans_by_weight
@@ -303,6 +304,11 @@ class TokenCounter:
                 results[index] = self._result(sum(own) + text.fixed, supervised, weight, text.media)
         return cast("list[Counted | BadSample]", results)
 
+    def count_documents(self, rows: Sequence[Sequence[Conversation]]) -> list[Counted | BadSample]:
+        """Count rows of one document, or of the two of a pair, of which the second is the rejected one."""
+        counts = iter(self.count_many([conversation for row in rows for conversation in row]))
+        return [_add_documents([next(counts) for _ in row]) for row in rows]
+
     def settings(self) -> dict[str, Any]:
         """Return everything but the conversation that determines a count, for the key of saved counts."""
         return {"counter": COUNTER_VERSION, **self.encoder.settings}
@@ -457,6 +463,25 @@ class TokenCounter:
             off_by = self.family.off_by
             count = replace(count, exact=False, off_by=-1 if off_by is None else off_by)
         return Counted(count, media, known)
+
+
+def _add_documents(documents: Sequence[Counted | BadSample]) -> Counted | BadSample:
+    """Return the count of a row from those of its documents; the first error if one has none."""
+    counted = [document for document in documents if isinstance(document, Counted)]
+    if len(counted) < len(documents):
+        return next(document for document in documents if isinstance(document, BadSample))
+    first, *others = counted
+    if not others:
+        return first
+    counts = [document.count for document in counted]
+    sums: dict[str, Any] = {
+        name: sum(getattr(count, name) for count in counts) for name in (*COUNTS, "off_by")
+    }
+    if any(count.off_by < 0 for count in counts):
+        sums["off_by"] = -1
+    exact = all(count.exact for count in counts)
+    media = tuple(item for document in counted for item in document.media)
+    return Counted(TokenCount(**sums, exact=exact, rejected=counts[1].total), media)
 
 
 def _is_inside(edges: Sequence[int], position: int) -> bool:

@@ -15,7 +15,7 @@ from packhorse.chat import IGNORE_INDEX, Processor, token_keys
 from packhorse.encode.robust import OnBad, ReplacingDataset
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError
 from packhorse.families import Encoded, Encoder
-from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.conversation import parse_conversation, split_documents
 from packhorse.formats.example_media import has_image, inject_fake_image
 from packhorse.ledger import Ledger
 from packhorse.types import Action, Conversation, Drop, Reason, Rows, Sample
@@ -91,12 +91,27 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         return self.load_sample(idx).to_dict()
 
     def load_sample(self, idx: int) -> Sample:
-        """Encode one sample; BadSample if it cannot be encoded, or is too long."""
+        """Encode one sample; BadSample if it cannot be encoded, or is too long, or is preference data."""
+        key, example = self._read_example(idx)
+        return self.encode(example, key)
+
+    def load_documents(self, idx: int) -> list[Sample]:
+        """Encode a row of preference data: both answers of a pair, next to each other, or one sample.
+
+        Raises:
+            BadSample: as :meth:`load_sample`, for either answer.
+        """
+        key, example = self._read_example(idx)
+        return [
+            replace(self.encode(plain, key), role=role) for role, plain in split_documents(example).items()
+        ]
+
+    def _read_example(self, idx: int) -> tuple[str, Mapping[str, Any]]:
         key, example = self.read(idx)
         if example is None:
             what = f"the dataset returns None for sample {idx}: pass it without a RobustDatasetWrapper, as "
             raise ConfigError(f"{what}PreTokenizedDatasetWrapper has its own on_bad", setting="dataset")
-        return self.encode(example, key)
+        return key, example
 
     def encode(self, example: Mapping[str, Any], key: str) -> Sample:
         """Encode an example, which need not be in the dataset; ``key`` names it in errors.

@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from packhorse.errors import BadSample, limit_of
-from packhorse.types import MEDIA_KINDS, Conversation, MediaRef, Message, Part, TextPart, is_weight
+from packhorse.types import (
+    MEDIA_KINDS,
+    Conversation,
+    DocumentRole,
+    MediaRef,
+    Message,
+    Part,
+    TextPart,
+    is_weight,
+)
 
 MAX_TEXT_CHARS = 8 << 20
 """The most characters of text in a conversation, about two million tokens of English. A tokenizer takes about
@@ -33,7 +42,12 @@ def parse_conversation(example: Mapping[str, Any], key: str = "") -> Conversatio
 
     >>> parse_conversation({"conversation": [{"role": "user", "content": "Hi"}]}).messages[0].text
     'Hi'
+
+    Raises:
+        BadSample: it is not in the documented format, or preference data: see :func:`split_documents`.
     """
+    if has_preference(example):
+        raise preference_data(["rejected" if example.get("rejected") is not None else "label"], key)
     turns = example.get("conversation")
     if not isinstance(turns, list | tuple):
         raise _wrong(f"'conversation' is {_kind(turns)}, expected a list of turns", key)
@@ -49,6 +63,43 @@ def parse_conversation(example: Mapping[str, Any], key: str = "") -> Conversatio
     if not isinstance(options := settings.get("chat_template_kwargs", {}), Mapping):
         raise _wrong(f"'chat_template_kwargs' is {_kind(options)}, expected a dict of options", key)
     return Conversation(messages, key, **{**settings, "tools": tuple(tools)})
+
+
+def has_preference(example: Mapping[str, Any]) -> bool:
+    """Return whether an example has a rejected answer too, or says whether its answer is good."""
+    return example.get("rejected") is not None or isinstance(example.get("label"), bool)
+
+
+def preference_data(fields: Iterable[str], key: str) -> BadSample:
+    """Return the error for preference data in a run on plain answers."""
+    return BadSample(
+        f"preference data ({', '.join(fields)}) cannot be trained as plain answers. For DPO, KTO or a reward "
+        'model write packhorse.load(…, task="preference"); to train on good answers alone, remove these '
+        "columns and keep the answers as 'messages' or 'response'",
+        reason="preference_data",
+        key=key,
+        stage="convert",
+    )
+
+
+def split_documents(example: Mapping[str, Any]) -> dict[DocumentRole, Mapping[str, Any]]:
+    """Return the plain examples of an example by their role: two for a pair, else one.
+
+    >>> list(split_documents({"conversation": [], "rejected": []}))
+    ['chosen', 'rejected']
+    """
+    rejected, label = example.get("rejected"), example.get("label")
+    if not has_preference(example):
+        return {"": example}
+    plain = {name: value for name, value in example.items() if name not in ("rejected", "label")}
+    if rejected is not None:
+        return {"chosen": plain, "rejected": {**plain, "conversation": rejected}}
+    return {"good" if label else "bad": plain}
+
+
+def parse_documents(example: Mapping[str, Any], key: str = "") -> tuple[Conversation, ...]:
+    """Read the conversations of an example: those of both answers of a pair, else one."""
+    return tuple(parse_conversation(plain, key) for plain in split_documents(example).values())
 
 
 def check_text(chars: int, key: str = "") -> None:

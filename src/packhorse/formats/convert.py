@@ -16,7 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from packhorse.errors import BadSample, limit_of
-from packhorse.formats.conversation import check_text, parse_conversation
+from packhorse.formats.conversation import (
+    TURN_WEIGHTS,
+    check_text,
+    parse_documents,
+    preference_data,
+)
 from packhorse.formats.row_format import Layout, RowFormat, layout_of
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.media import describe, resolve
@@ -93,8 +98,11 @@ def convert_row(
 ) -> dict[str, Any]:
     """Turn one row of a dataset into an example.
 
+    For the task ``"preference"`` it has ``rejected``, the turns with the other answer, or ``label``: whether
+    its answer is good. Of its answers, only those that the preference is about are supervised.
+
     Raises:
-        BadSample: the row is no conversation in this format.
+        BadSample: the row is no conversation in this format, or not for this task.
     """
     try:
         layout = layout_of(row, rules)
@@ -119,15 +127,25 @@ class _Conversion:
         self.key, self.dataset, self.record = key, dataset, record
         self.roles = rules.tags.roles()
         self.has_ready_parts = False
-        columns = {kind: self._entries(part) for part, kind in _MEDIA_COLUMNS.items()}
-        # Rows without audio keep a literal <audio> in their text, as rows for older models have it.
-        self.media: dict[str, Iterator[Any]] = {
-            kind: iter(entries) for kind, entries in columns.items() if entries or kind != "audio"
-        }
+        self.media: dict[str, Iterator[Any]] = {}
 
     def result(self) -> dict[str, Any]:
-        self._check_preference()
-        raw = self._turns()
+        if self.rules.task == "preference":
+            example = {**self._preference(), **self._settings()}
+            if "weight" in example:
+                raise self._bad("wrong_format", "a weight has no effect on preference data: remove it")
+        else:
+            self._check_no_preference()
+            example = {"conversation": self._conversation(self._turns()), **self._settings()}
+        if self.has_ready_parts:  # ours are well formed; the row's own may not be
+            parse_documents(example, self.key)
+        return example | self._passed_on()
+
+    def _conversation(self, raw: list[Any]) -> list[dict[str, Any]]:
+        """Return raw turns as an example has them; all media of the row belong to them."""
+        columns = {kind: self._entries(part) for part, kind in _MEDIA_COLUMNS.items()}
+        # Rows without audio keep a literal <audio> in their text, as rows for older models have it.
+        self.media = {kind: iter(entries) for kind, entries in columns.items() if entries or kind != "audio"}
         self.marks_are_media = not _has_bare_parts(raw)
         turns = [self._turn(number, turn) for number, turn in enumerate(raw)]
         conversation = _merge_calls([turn for turn in turns if turn is not None])
@@ -141,23 +159,115 @@ class _Conversion:
             self._report("empty_conversation", "the conversation has no turns", "kept")
         elif not any(turn["role"] == "assistant" for turn in conversation):
             self._report("no_assistant_turn", "no assistant turn, so no token is supervised", "kept")
-        example = {"conversation": conversation, **self._settings()}
-        if self.has_ready_parts:  # ours are well formed; the row's own may not be
-            parse_conversation(example, self.key)
-        return example | self._passed_on()
+        return conversation
 
-    # --- fields of the row -------------------------------------------------------------------------------
+    # --- preference data ---------------------------------------------------------------------------------
 
-    def _check_preference(self) -> None:
+    def _check_no_preference(self) -> None:
         """Raise if the row has a rejected answer, or says whether its answer is good."""
         columns = self.layout.preference
         has_label = "label" in columns and isinstance(self.row[columns["label"]], bool)
-        if has_label or "rejected" in columns:
+        has_answer = "messages" in self.layout.columns or "response" in self.layout.columns
+        if has_label or "rejected" in columns or not has_answer:
+            raise preference_data(columns.values(), self.key)
+
+    def _preference(self) -> dict[str, Any]:
+        """Return both conversations of a pair, or one with its label."""
+        columns = self.layout.preference
+        if "chosen" not in columns and "rejected" not in columns:
+            return self._answer_and_label()
+        chosen, rejected = (
+            self.row.get(columns[part]) if part in columns else None for part in ("chosen", "rejected")
+        )
+        prompt = self._turns(answered=chosen is None)
+        if chosen is None:  # the row's own answer is the chosen one
+            prompt, chosen = self._split_answer(prompt)
+        # Both are about the same media, and what is found in the prompt is found once.
+        record, found = self.record, list[Drop]()
+        self.record = found.append
+        pair = {
+            role: self._conversation(self._add_answer(prompt, answer, role))
+            for role, answer in (("chosen", chosen), ("rejected", rejected))
+        }
+        shared = _common_turns(*pair.values())
+        if not all(turns[shared:] and turns[shared]["role"] == "assistant" for turns in pair.values()):
+            raise self._bad("wrong_format", "the answers of a pair do not follow the same prompt")
+        for drop in dict.fromkeys(found):
+            record(drop)
+        return {
+            "conversation": self._train_from(pair["chosen"], shared),
+            "rejected": self._train_from(pair["rejected"], shared),
+        }
+
+    def _answer_and_label(self) -> dict[str, Any]:
+        """Return a conversation with the label that its answer is good, or bad."""
+        column = self.layout.preference.get("label")
+        if column is None:
             raise self._bad(
-                "preference_data",
-                f"preference data ({', '.join(columns.values())}) cannot be trained as plain answers. "
-                "Remove these columns, or keep only the answers to train on, as 'messages' or 'response'",
+                "no_preference",
+                "expected a chosen and a rejected answer (DPO, reward models), or a label (KTO); the row has "
+                f"{', '.join(map(str, self.row))}. To train on its answer write "
+                'packhorse.load(…, task="sft")',
             )
+        if not isinstance(label := self.row[column], bool):
+            raise self._bad("wrong_format", f"{column} is {label!r:.40}, expected true or false")
+        conversation = self._conversation(self._turns())
+        last = max(
+            (n for n, turn in enumerate(conversation) if turn["role"] in ("user", "system")), default=-1
+        )
+        if not any(turn["role"] == "assistant" for turn in conversation[last + 1 :]):
+            raise self._bad("wrong_format", f"{column} without an answer that it is about")
+        return {"conversation": self._train_from(conversation, last + 1), "label": label}
+
+    def _split_answer(self, turns: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the raw turns before the last answer, and that."""
+        first = len(turns)
+        while first and self._role_of(turns[first - 1]) in ("assistant", "function_call"):
+            first -= 1
+        return turns[:first], turns[first:]
+
+    def _add_answer(self, prompt: list[Any], answer: Any, role: str) -> list[Any]:
+        """Return the turns of a conversation that ends in an answer: a text, parts, a message or messages.
+
+        Messages that do not begin with the answer are the whole conversation, as TRL's implicit prompts.
+        """
+        if _is_nothing(answer) or answer in ([], {}):
+            raise self._bad("wrong_format", f"a pair without a {role} answer: expected both answers")
+        if isinstance(answer, Mapping):
+            answer = [answer]
+        if not self._is_turns(answer):
+            tags = self.rules.tags
+            names = (tags.role_tag or "role", tags.content_tag or "content")
+            answer = [dict(zip(names, (tags.assistant_tag or "assistant", answer), strict=True))]
+        if self._role_of(answer[0]) in ("user", "system"):
+            return list(answer)
+        if not prompt or self._role_of(prompt[-1]) in ("assistant", "function_call"):
+            found = "no prompt" if not prompt else "a prompt that ends in an answer"
+            raise self._bad(
+                "wrong_format", f"{found} before the {role} answer: expected the same prompt for both"
+            )
+        return [*prompt, *answer]
+
+    def _role_of(self, turn: Any) -> str | None:
+        role, _ = self.rules.tags.of_turn(turn) if isinstance(turn, Mapping) else (None, None)
+        return None if role is None else self.roles.get(turn[role])
+
+    def _train_from(self, turns: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
+        """Return turns of which only the answers from number ``first`` on are supervised."""
+        for number, turn in enumerate(turns[first:], first):
+            if turn["role"] != "assistant":
+                continue
+            given = {name: turn[name] for name in TURN_WEIGHTS if turn.get(name) not in (None, 1)}
+            if given:
+                raise self._bad(
+                    "wrong_format", f"{given} of turn {number} has no effect on preference data: remove it"
+                )
+        return [
+            {**turn, "weight": 0} if turn["role"] == "assistant" and number < first else turn
+            for number, turn in enumerate(turns)
+        ]
+
+    # --- fields of the row -------------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, Any]:
         """Return what applies to the whole conversation, if it is not the default."""
@@ -210,9 +320,12 @@ class _Conversion:
 
     # --- turns -------------------------------------------------------------------------------------------
 
-    def _turns(self) -> list[Any]:
+    def _turns(self, *, answered: bool = True) -> list[Any]:
+        """Return the raw turns; those of a prompt without its response if not ``answered``."""
         if self.layout.format == "prompt_response":
-            return self._prompt_turns()
+            return self._prompt_turns(answered)
+        if "messages" not in self.layout.columns:
+            return []  # a pair of whole conversations
         name = self.layout["messages"]
         turns = self.row[name]
         if turns is None:
@@ -223,7 +336,7 @@ class _Conversion:
             raise self._bad("wrong_format", f"'{name}' is a {type(turns).__name__}, expected a list of turns")
         return list(turns)
 
-    def _prompt_turns(self) -> list[Any]:
+    def _prompt_turns(self, answered: bool) -> list[Any]:
         """Return the turns of a row with a prompt and its answer; each may be a list of turns itself."""
         prompt, query, response, history = (
             self.layout.get(self.row, part) for part in ("prompt", "query", "response", "history")
@@ -238,12 +351,16 @@ class _Conversion:
             turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
         if isinstance(prompt, str) and isinstance(query, str) and query:
             prompt = f"{prompt}\n{query}" if prompt else query
-        for role, content in (("user", prompt), ("assistant", response)):
-            is_turns = isinstance(content, list) and any(
-                isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in content
-            )
-            turns += content if is_turns else [{"role": role, "content": content}]
+        for role, content in (("user", prompt), ("assistant", response))[: 1 + answered]:
+            if content is not None or self.rules.task == "sft":
+                turns += content if self._is_turns(content) else [{"role": role, "content": content}]
         return turns
+
+    def _is_turns(self, content: Any) -> bool:
+        """Return whether a value is a list of messages, not of the parts of one."""
+        return isinstance(content, list | tuple) and any(
+            isinstance(turn, Mapping) and self.rules.tags.of_turn(turn)[0] is not None for turn in content
+        )
 
     def _turn(self, number: int, turn: Any) -> dict[str, Any] | None:
         role_tag, content_tag = self._tags_of(number, turn)
@@ -517,6 +634,12 @@ def is_on_the_web(source: object) -> bool:
     if isinstance(source, Mapping):
         return is_on_the_web(source.get("path"))
     return isinstance(source, str) and _HTTP.search(source) is not None and is_address(source)
+
+
+def _common_turns(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> int:
+    """Return how many turns two conversations begin with in common; their last one is never common."""
+    most = max(min(len(left), len(right)) - 1, 0)
+    return next((n for n in range(most) if left[n] != right[n]), most)
 
 
 def _has_bare_parts(turns: list[Any]) -> bool:

@@ -212,8 +212,8 @@ class Outline(NamedTuple):
 def outline(example: Mapping[str, Any]) -> Outline:
     """Count characters and media without building anything; skips what is not in the documented format."""
     characters = images = videos = audios = 0
-    turns = example.get("conversation")
-    for turn in turns if isinstance(turns, (list, tuple)) else ():
+    both = (example.get("conversation"), example.get("rejected"))  # of a pair
+    for turn in (turn for turns in both if isinstance(turns, (list, tuple)) for turn in turns):
         content = turn.get("content") if isinstance(turn, dict) else None
         if isinstance(content, str):
             characters += len(content)

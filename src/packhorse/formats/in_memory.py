@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from packhorse.errors import ConfigError, data_errors
+from packhorse.formats.conversation import has_preference
 from packhorse.formats.convert import convert_row
 from packhorse.formats.llama_factory import without_decoding
 from packhorse.formats.meta import check_rows_format, describe_rows, record_unused_fields
@@ -99,6 +100,8 @@ def open_examples(data: Rows, rules: RowFormat | None, ledger: Ledger) -> Rows:
 def _is_example(row: Mapping[str, Any]) -> bool:
     """Return whether a row is in the example format: turns with role and content that hold their media."""
     turns = row.get("conversation")
+    if has_preference(row):
+        return False
     if not isinstance(turns, list | tuple) or any(row.get(name) is not None for name in _OTHER_COLUMNS):
         return False
     return all(isinstance(turn, Mapping) and "role" in turn and "content" in turn for turn in turns[:1])

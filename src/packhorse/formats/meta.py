@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from logging import getLogger
 from pathlib import PurePath
@@ -39,7 +39,7 @@ from packhorse.media.source import is_address
 from packhorse.rows.index import file_error
 from packhorse.rows.row_files import Row, RowFile, gc_paused, local_file, open_rows
 from packhorse.rows.selection import Remainder, RowSelection, row_key
-from packhorse.types import Drop, Integers, World, mask_secrets
+from packhorse.types import Drop, Integers, Task, World, mask_secrets
 from packhorse.utils.progress import Progress
 
 logger = getLogger("packhorse.datasets")
@@ -51,7 +51,7 @@ _BLOCK = 1 << 14
 # Settings of a dataset in a meta file, and of data in memory, with their types.
 _FORMAT_KEYS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("columns", "tags", "chat_template_kwargs"), dict),
-    **dict.fromkeys(("media_dir", "format", "media_position", "system", "reasoning"), str),
+    **dict.fromkeys(("media_dir", "format", "media_position", "system", "reasoning", "task"), str),
     **dict.fromkeys(("strict", "confine", "allow_http"), bool),
     **dict.fromkeys(("weight", *DATASET_SETTINGS), (int, float)),
 }
@@ -91,7 +91,9 @@ class DatasetConfig:
 Meta = str | os.PathLike[str] | Mapping[str, Any]
 
 
-def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[DatasetConfig]:
+def read_meta(
+    source: Meta, dataset_names: Sequence[str] | None = None, task: Task | None = None
+) -> list[DatasetConfig]:
     """The datasets of a meta file, in the order of their names.
 
     Args:
@@ -101,6 +103,7 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
             ``.ndjson``, ``.parquet``, a JSON array; also compressed), whose media paths then start at its
             folder. The dataset of ``train.jsonl`` is called ``train``.
         dataset_names: only these.
+        task: what the rows are for; None for what each dataset says (``"task"``).
 
     Raises:
         ConfigError: (a ``ValueError``) naming the file, the dataset and the key that is missing, unknown,
@@ -127,7 +130,16 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError.of("dataset_names", twice, "named twice; to repeat a dataset set its sample_ratio")
-    return [_dataset_config(path, name, meta[name]) for name in names]
+    configs = [_dataset_config(path, name, meta[name]) for name in names]
+    if task is None:
+        return configs
+    return [replace(config, rules=replace(config.rules, task=task)) for config in configs]
+
+
+def task_of_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> Task:
+    """Return what the rows of a meta file are for: ``"preference"`` if any dataset says so."""
+    tasks = {config.rules.task for config in read_meta(source, dataset_names)}
+    return "preference" if "preference" in tasks else "sft"
 
 
 def meta_of_file(path: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -383,6 +395,7 @@ def open_meta_dataset(
     remainder: Remainder = "drop",
     ledger: Ledger | None = None,
     index_dir: str | None = None,
+    task: Task | None = None,
 ) -> MetaDataset:
     """Open the datasets of a meta file without loading them: the lazy form of :func:`make_meta_dataset`.
 
@@ -399,12 +412,13 @@ def open_meta_dataset(
             the first ranks (``"keep"``).
         ledger: where losses are recorded; a new one if None.
         index_dir: folder for the row indexes, instead of next to the files.
+        task: see :func:`read_meta`.
 
     Raises:
         ConfigError: the meta file is not in order, or a data file does not match its suffix.
         FileNotFoundError: a file does not exist.
     """
-    configs = read_meta(path_or_dataset, dataset_names)
+    configs = read_meta(path_or_dataset, dataset_names, task)
     world = _world(shard_data, rank, world_size)
     ledger = ledger if ledger is not None else Ledger()
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -584,6 +598,7 @@ def _world(shard_data: bool, rank: int | None, world_size: int | None) -> World:
 
 
 _FIRST_ROWS = 8
+_OTHER_TASK = ("preference_data", "no_preference")  # rows that another task reads
 
 
 def check_first_rows(config: DatasetConfig, file: RowFile) -> dict[str, Row]:
@@ -619,7 +634,7 @@ def check_rows_format(rows: Mapping[str, Mapping[str, Any]], rules: RowFormat) -
             layout_of(row, rules)
             example = convert_row(row, rules, key=key, dataset="", record=findings.record)
         except BadSample as error:
-            if error.key and error.reason != "preference_data":
+            if error.key and error.reason not in _OTHER_TASK:
                 return  # this row is broken; it is raised when it is read
             unknown.append(error)
             continue
@@ -627,7 +642,8 @@ def check_rows_format(rows: Mapping[str, Mapping[str, Any]], rules: RowFormat) -
             return
     if unknown and len(unknown) == len(rows):
         names = sorted(map(str, next(iter(rows.values()))))
-        raise ConfigError(unknown[0].detail, setting="columns", value=names) from unknown[0]
+        setting = "task" if unknown[0].reason in _OTHER_TASK else "columns"
+        raise ConfigError(unknown[0].detail, setting=setting, value=names) from unknown[0]
     roles = [drop for drop in findings if drop.reason == "unknown_role"]
     if len(rows) > 1 and len({drop.key for drop in roles}) == len(rows):
         raise ConfigError(

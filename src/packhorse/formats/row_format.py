@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from packhorse.errors import BadSample, ConfigError, list_some, suggest
 from packhorse.media.settings import check_dataset_settings
-from packhorse.types import Reasoning, is_weight
+from packhorse.types import Reasoning, Task, is_weight
 
 FormatName = Literal["auto", "messages", "prompt_response"]
 MediaPosition = Literal["marked", "first"]
@@ -141,6 +141,8 @@ class RowFormat:
         allow_http: fetch media at ``http:`` and ``https:`` addresses in rows.
         media_settings: size and frames of media without settings of their own, by the names in
             :data:`~packhorse.media.settings.DATASET_SETTINGS`.
+        task: ``"sft"`` reads answers to train on and rejects preference data; ``"preference"`` reads pairs of
+            answers, or answers with a label, and rejects everything else.
     """
 
     format: FormatName = "auto"
@@ -157,6 +159,7 @@ class RowFormat:
     weight: float = 1.0
     allow_http: bool = False
     media_settings: Mapping[str, float] = field(default_factory=dict, hash=False)
+    task: Task = "sft"
 
     def __post_init__(self) -> None:
         if self.confine and self.media_dir is None:
@@ -214,6 +217,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "format": get_args(FormatName),
     "media_position": get_args(MediaPosition),
     "reasoning": get_args(Reasoning),
+    "task": get_args(Task),
 }
 
 
@@ -276,7 +280,7 @@ def _find_layout(
         kind: FormatName = "messages" if "messages" in here and turns_declared else "prompt_response"
     else:
         kind = wanted
-    is_pair = "rejected" in here  # its prompt and answers may be in these columns alone
+    is_pair = "chosen" in here or "rejected" in here  # the prompt may be in these columns too
     if not is_pair and not ("messages" in here if kind == "messages" else is_prompt):
         return None
     other = _PROMPT_COLUMNS if kind == "messages" else ("messages",)
@@ -368,5 +372,6 @@ def find_format(rows: Iterable[Mapping[str, Any]], rules: RowFormat) -> FoundFor
             layout = layout_of(row, rules)
             parts = {**layout.columns, **layout.preference}
             columns = frozenset((layout.format, part, column) for part, column in parts.items())
-            found |= FoundFormat(columns, frozenset(layout.unused))
+            read = layout.preference.values() if rules.task == "preference" else ()
+            found |= FoundFormat(columns, frozenset(layout.unused).difference(read))
     return found

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from logging import getLogger
 from typing import Any
 
-from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.conversation import parse_documents
 from packhorse.formats.estimate import CHARS_PER_TOKEN, ColumnsBuilder, Outline, estimate_lengths
 from packhorse.ledger import Ledger
 
@@ -35,9 +35,9 @@ def collect_sample_stats(examples: Iterable[Mapping[str, Any]]) -> dict[str, int
     stats, columns = dict.fromkeys(STAT_KEYS, 0), ColumnsBuilder()
     for example in examples:
         # Parsed, not merely outlined: an invalid example raises when it is loaded.
-        conversation = parse_conversation(example)
-        kinds = [ref.kind for ref in conversation.media]
-        characters = sum(len(message.text) for message in conversation.messages)
+        documents = parse_documents(example)
+        kinds = [ref.kind for document in documents for ref in document.media]
+        characters = sum(len(message.text) for document in documents for message in document.messages)
         seen = Outline(characters, kinds.count("image"), kinds.count("video"), kinds.count("audio"))
         stats["n_images"] += seen.images
         stats["n_videos"] += seen.videos

@@ -12,7 +12,8 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import ConfigError
-from packhorse.integrations.loss import count_supervised, grouped
+from packhorse.integrations.loss import grouped
+from packhorse.integrations.preference import count_for_loss
 from packhorse.integrations.trainer_feed import check_model, check_world
 from packhorse.types import Batch, to_device
 
@@ -67,7 +68,9 @@ def _check_models(accelerator: Accelerator, loader: Loader) -> None:
 
 
 def steps(accelerator: Accelerator, loader: Loader) -> Iterator[tuple[list[Batch], float]]:
-    """Yield the micro-batches of each step on the device, and the supervised tokens of all ranks.
+    """Yield the micro-batches of each step on the device, and what its loss is divided by.
+
+    That are the supervised tokens of all ranks; of preference data, the pairs and labelled answers.
 
     Loop over the micro-batches under ``accelerator.accumulate(model)``, with the loss
     ``token_loss(logits, batch["labels"], tokens, replicas(accelerator), batch.info.loss_weights)``; tokens as
@@ -78,7 +81,7 @@ def steps(accelerator: Accelerator, loader: Loader) -> Iterator[tuple[list[Batch
     """
     _check_models(accelerator, loader)
     for group in grouped(loader, accelerator.gradient_accumulation_steps):
-        yield [to_device(batch, accelerator.device) for batch in group], count_supervised(group)
+        yield [to_device(batch, accelerator.device) for batch in group], count_for_loss(group)
 
 
 def replicas(accelerator: Accelerator) -> int:

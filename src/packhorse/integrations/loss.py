@@ -61,62 +61,76 @@ def token_loss(
     Raises:
         ConfigError: the shapes do not fit.
     """
-    if logits.shape[:-1] != labels.shape:
-        detail = f"expected the shape [B, S] of the logits {tuple(logits.shape)}"
-        hint = "labels of a batch are already shifted, do not cut them"
-        raise ConfigError.of("labels", tuple(labels.shape), f"{detail}; {hint}")
     if weights is not None:
         if weights.shape != labels.shape:
             expected = f"expected the shape [B, S] of the labels {tuple(labels.shape)}"
             raise ConfigError.of("weights", tuple(weights.shape), expected)
-        weights = weights.to(logits.device)
-    summed: torch.Tensor = _SummedCrossEntropy.apply(logits, labels.to(logits.device), weights)  # type: ignore[no-untyped-call]
+        weights = weights.to(labels.device)
+        labels = labels.masked_fill(weights == 0, IGNORE_INDEX)  # they cost nothing
+    log_probs = token_log_probs(logits, labels)
+    if weights is not None:
+        log_probs = log_probs * weights[labels != IGNORE_INDEX].to(log_probs)
+    summed = -log_probs.sum()
     if isinstance(tokens, torch.Tensor):
         # 0 tokens give a sum of 0; a sum of weights may be below 1.
         return summed * (replicas / torch.where(tokens > 0, tokens, 1).to(summed.device))
     return summed * (replicas / (tokens or 1))
 
 
-class _SummedCrossEntropy(torch.autograd.Function):
-    """Weighted sum of the cross entropy over rows with a label; saves the logits and two numbers per row."""
+def token_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each label that is not -100 [N], row after row.
+
+    Computed in float32 (at least), about a thousand tokens at a time, so that it needs little memory in
+    addition to the logits and their gradient.
+
+    Args:
+        logits: [B, S, vocabulary].
+        labels: [B, S], already shifted.
+
+    Raises:
+        ConfigError: the shapes do not fit.
+    """
+    if logits.shape[:-1] != labels.shape:
+        detail = f"expected the shape [B, S] of the logits {tuple(logits.shape)}"
+        hint = "labels of a batch are already shifted, do not cut them"
+        raise ConfigError.of("labels", tuple(labels.shape), f"{detail}; {hint}")
+    log_probs: torch.Tensor = _TokenLogProbs.apply(logits, labels.to(logits.device))  # type: ignore[no-untyped-call]
+    return log_probs
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """Log-probabilities of labels; saves the logits and one number per label."""
 
     @staticmethod
     def forward(
         context: Any, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
         flat, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        counts = targets != IGNORE_INDEX
+        rows = torch.nonzero(targets != IGNORE_INDEX).flatten()
         exact = torch.promote_types(logits.dtype, torch.float32)
-        factors = None
-        if weights is not None:
-            counts &= weights.reshape(-1) != 0
-            factors = weights.reshape(-1)[counts].to(exact)
-        rows = torch.nonzero(counts).flatten()
-        total = torch.zeros((), dtype=exact, device=logits.device)
-        norms = []
-        for number, some in enumerate(torch.split(rows, _ROWS)):
+        log_probs, norms = logits.new_empty(len(rows), dtype=exact), logits.new_empty(len(rows), dtype=exact)
+        for some, log_prob, norm in zip(
+            *(torch.split(each, _ROWS) for each in (rows, log_probs, norms)), strict=True
+        ):
             scores = flat[some].to(exact)
-            norm = scores.logsumexp(-1)
-            losses = norm - scores.gather(-1, targets[some, None])[:, 0]
-            total += losses.sum() if factors is None else losses @ torch.split(factors, _ROWS)[number]
-            norms.append(norm)
-        norm = torch.cat(norms) if norms else total[None][:0]
-        context.save_for_backward(logits, targets, rows, norm, factors)
-        return total
+            norm.copy_(scores.logsumexp(-1))
+            torch.sub(scores.gather(-1, targets[some, None])[:, 0], norm, out=log_prob)
+        context.save_for_backward(logits, targets, rows, norms)
+        return log_probs
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits, targets, rows, norms, factors = context.saved_tensors
+    def backward(context: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, targets, rows, norms = context.saved_tensors
         gradient = torch.zeros_like(logits, memory_format=torch.contiguous_format)
         flat, into = logits.reshape(-1, logits.shape[-1]), gradient.view(-1, logits.shape[-1])
-        scales = outer.expand(len(rows)) if factors is None else outer * factors
-        pieces = (torch.split(each, _ROWS) for each in (rows, norms, scales))
-        for some, norm, scale in zip(*pieces, strict=True):
+        for some, norm, scale in zip(
+            *(torch.split(each, _ROWS) for each in (rows, norms, outer)), strict=True
+        ):
             shares = flat[some].to(norm.dtype).sub_(norm[:, None]).exp_()  # of a copy: rows were picked
             shares.scatter_add_(-1, targets[some, None], shares.new_full((len(some), 1), -1.0))
-            into[some] = shares.mul_(scale[:, None]).to(gradient.dtype)
-        return gradient, None, None
+            into[some] = shares.mul_(-scale[:, None]).to(gradient.dtype)
+        return gradient, None
 
 
 def loss_weights_of(batch: Mapping[str, Any]) -> torch.Tensor | None:
@@ -182,6 +196,18 @@ def grouped(batches: Iterable[Item], gradient_accumulation_steps: int) -> Iterat
         yield group
 
 
+def check_plain_answers(loader: Loader, what: str) -> None:
+    """Raise for a loader of preference data: cross entropy would train, or measure, rejected answers too."""
+    if loader.config.task == "preference":
+        raise ConfigError(
+            f"the loader has task='preference', but {what} is for the cross entropy of plain answers: "
+            "compute dpo_loss, kto_loss or reward_loss of packhorse.integrations.preference in a loop of "
+            "your own, as docs/how-to/preference.md shows",
+            setting="task",
+            value="preference",
+        )
+
+
 def wrong_world(world: World, ranks: str) -> ConfigError:
     """Return the error for a loader that is for other ranks than these."""
     message = (
@@ -241,6 +267,7 @@ def evaluate(model: torch.nn.Module, loader: Loader, group: dist.ProcessGroup | 
         ConfigError: the rows have no supervised token (or all weights are 0), the loader is for another
             number of ranks, or the model runs another attention than the batches are for.
     """
+    check_plain_answers(loader, "evaluate")
     if has_process_group() and loader.world.size != (ranks := dist.get_world_size(group)):
         raise wrong_world(loader.world, f"{ranks} ranks evaluate")
     if loader.cursor and loader.remaining:  # an evaluation was interrupted

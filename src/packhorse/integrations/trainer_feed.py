@@ -10,7 +10,8 @@ import torch
 from packhorse.collate.packed import check_takes_batches_of
 from packhorse.errors import ConfigError
 from packhorse.families.models import UNCHECKED, attention_of, check_packable, models_in, unwrap
-from packhorse.integrations.loss import count_supervised, wrong_world
+from packhorse.integrations.loss import wrong_world
+from packhorse.integrations.preference import count_for_loss
 from packhorse.types import Batch
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class StepFeed(TrainerFeed):
             step.append(batch)
             if self.loader.cursor % gradient_accumulation_steps and self.loader.remaining:
                 continue
-            tokens = count_supervised(step)
+            tokens = count_for_loss(step)
             for number, fetched in enumerate(step, 1):
                 self.accumulated += 1
                 if number == len(step):

@@ -21,6 +21,7 @@ from packhorse.errors import ConfigError, require
 from packhorse.families.models import check_router_loss, honours_shift_labels, make_honour_shift_labels
 from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
 from packhorse.integrations.loss import (
+    check_plain_answers,
     count_batch_supervised,
     count_supervised,
     evaluate,
@@ -73,6 +74,7 @@ class TrainFromLoader:
 
     def __init__(self, *arguments: Any, loader: Loader, **options: Any) -> None:
         _check_loss(type(self))
+        check_plain_answers(loader, type(self).__name__)
         self.loader = loader
         self._feed = TrainerFeed(loader)
         super().__init__(*arguments, **options)
@@ -274,8 +276,9 @@ def _check_loss(trainer: type) -> None:
         return
     raise ConfigError(
         f"{owner.__module__}.{owner.__name__} computes its own loss, but TrainFromLoader trains plain cross "
-        "entropy: use it with transformers.Trainer or trl.SFTTrainer, and train DPO, KTO, reward models and "
-        "the like without it"
+        "entropy: use it with transformers.Trainer or trl.SFTTrainer. For DPO, KTO and reward models write "
+        'packhorse.load(…, task="preference") and a loop of your own with the losses of '
+        "packhorse.integrations.preference, as docs/how-to/preference.md shows"
     )
 
 

@@ -13,8 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
+from itertools import groupby
 from logging import getLogger
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,19 +133,22 @@ class BatchBuilder:
         self.samples.set_epoch(item.epoch)  # of ledger entries
         rows: list[Row] = []
         for pack in item.packs:
-            encoded = [(index, sample) for index in pack if (sample := self.sample(index)) is not None]
-            rows += self.split_rows(encoded)
+            rows += self.split_rows([(index, sample) for index in pack for sample in self.documents(index)])
         rows, batch = self._collate_usable(rows, item.media_mask)
         microbatches = self.config.pipeline_microbatches
         if microbatches is not None:
             batch = dict(prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), microbatches))
         info = self._describe(item, self.in_order(rows), batch, time.perf_counter() - started)
-        return Built(Batch(loss_inputs(batch), info))
+        inputs = loss_inputs(batch)
+        if self.config.task == "preference":  # model(**batch) must not train on rejected answers
+            info = replace(info, labels=inputs.pop("labels"))
+            del inputs["shift_labels"]
+        return Built(Batch(inputs, info))
 
     def _describe(
         self, item: WorkItem, rows: Sequence[Row], batch: Mapping[str, Any], seconds: float
     ) -> BatchInfo:
-        used = {index: sample for row in rows for index, sample in row if index is not None}
+        used = {index: None for row in rows for index, _ in row if index is not None}
         images, videos, audios = (
             tuple(sum(sample.num_items[kind] for _, sample in row) for row in rows) for kind in MEDIA_KINDS
         )
@@ -152,7 +158,7 @@ class BatchBuilder:
             samples=tuple(used),
             lost=tuple(index for index in item.samples if index not in used),
             delivered=tuple(index in used for index in item.samples),
-            tokens=sum(map(self.length, used.values())),
+            tokens=sum(self.length(sample) for row in rows for index, sample in row if index is not None),
             slots=batch["labels"].numel(),
             supervised=int((batch["labels"] != IGNORE_INDEX).sum()),
             placeholder=any(index is None for row in rows for index, _ in row),
@@ -160,6 +166,7 @@ class BatchBuilder:
             document_keys=tuple(
                 tuple("" if index is None else self.samples.key(index) for index, _ in row) for row in rows
             ),
+            document_roles=tuple(tuple(sample.role for _, sample in row) for row in rows),
             document_lengths=tuple(tuple(self.length(sample) for _, sample in row) for row in rows),
             document_ids=batch.get("_packed_seq_ids"),
             num_images=images,
@@ -168,8 +175,11 @@ class BatchBuilder:
             loss_weights=batch.get("loss_weights"),
         )
 
-    def sample(self, index: int) -> Sample | None:
-        """Return a sample as :meth:`prepare` makes it; None if it cannot be used, which is recorded."""
+    def documents(self, index: int) -> list[Sample]:
+        """Return the documents of a row as :meth:`prepare` makes them: two for a pair, else one.
+
+        None at all if the row cannot be used, which is recorded.
+        """
         key = partial(self.samples.key, index)
         # With shard_data each rank has its own indices: keys differ.
         _seed_random(f"{self.config.seed}/{self.samples.epoch}/{key() if self.config.shard_data else index}")
@@ -177,10 +187,12 @@ class BatchBuilder:
         try:
             record, seconds = partial(self.samples.record, index), self.config.sample_timeout
             with data_errors(self.samples.on_bad, record), time_limit(seconds, key):
-                return self.prepare(self.samples.load_sample(index))
+                if self.config.task == "preference":
+                    return [self.prepare(document) for document in self.samples.load_documents(index)]
+                return [self.prepare(self.samples.load_sample(index))]
         finally:
             pool.note.value = NO_SAMPLE
-        return None
+        return []
 
     def prepare(self, sample: Sample) -> Sample:
         """Return an encoded sample as :meth:`collate` takes it."""
@@ -233,7 +245,7 @@ class BatchBuilder:
             self.collate([row])
         if outcome.error is None:
             return False
-        for index, _ in row:
+        for index in dict.fromkeys(index for index, _ in row):
             self.samples.record(index, outcome.error)
         return True
 
@@ -263,8 +275,9 @@ class PackBuilder(BatchBuilder):
         """Return the samples in one row; a sample that is longer than counted may need another."""
         rows: list[Row] = []
         capacity = used = self.packer.pack_size
-        for index, sample in samples:
-            length = self.packer.padded_length(len(sample))
+        for index, documents in groupby(samples, itemgetter(0)):  # both documents of a pair
+            row = list(documents)
+            length = sum(self.packer.padded_length(len(sample)) for _, sample in row)
             if length > capacity:
                 detail = f"{length:,} tokens, more than a pack has, and more than were counted"
                 with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
@@ -273,7 +286,7 @@ class PackBuilder(BatchBuilder):
             if used + length > capacity:
                 rows.append([])
                 used = 0
-            rows[-1].append((index, sample))
+            rows[-1] += row
             used += length
         return rows
 
@@ -297,7 +310,7 @@ class PackBuilder(BatchBuilder):
 
 
 class PadBuilder(BatchBuilder):
-    """Builds padded batches, one sample per row."""
+    """Builds padded batches, one document per row."""
 
     def length(self, sample: Sample) -> int:
         """Return how many tokens of the batch a sample takes: collating shifts it by one."""
@@ -309,8 +322,9 @@ class PadBuilder(BatchBuilder):
 
     def in_order(self, rows: list[Row]) -> list[Row]:
         """Return the rows as :func:`~packhorse.collate_fns.pad_collate_fn` orders them."""
-        by_sample = {sample: row for row in rows for _, sample in row}
-        return [by_sample[sample] for sample in order_rows(list(by_sample), self.samples.family)]
+        by_sample = {sample: index for row in rows for index, sample in row}
+        ordered = order_rows(list(by_sample), self.samples.family)
+        return [[(by_sample[sample], sample)] for sample in ordered]
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Collate a padded batch."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_o
 import torch
 
 from packhorse.errors import ConfigError, require, suggest
-from packhorse.types import Rows, World
+from packhorse.types import Rows, Task, World
 from packhorse.utils.pool import StartMethod
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class LoaderConfig:
         tags: names of the fields and roles of turns, likewise: ``role_tag``, ``content_tag``, ``user_tag``, …
         dataset_options: any setting of a dataset in a meta file, likewise: ``format``, ``media_dir``,
             ``system``, ``reasoning``, ``chat_template_kwargs``, ``allow_http``, ``max_pixels``, ``fps``, …
+        task: ``"sft"`` trains on answers; ``"preference"`` delivers pairs of a chosen and a rejected answer
+            (both in one pack), or answers with a label, for :mod:`packhorse.integrations.preference`.
         mode: ``"pack"`` fills packs; ``"pad"`` batches samples of similar length.
         pack_size: maximum tokens of a pack (``"pad"``: of a sample), after the label shift.
         batch_size: packs (or samples) per rank and micro-step.
@@ -116,6 +118,7 @@ class LoaderConfig:
     columns: Mapping[str, str] | None = None
     tags: Mapping[str, str] | None = None
     dataset_options: Mapping[str, Any] | None = None
+    task: Task = "sft"
     mode: Mode = "pack"
     pack_size: int = 8192
     batch_size: int = 1
@@ -158,6 +161,12 @@ class LoaderConfig:
             raise ConfigError.of("dataset_names", names, "expected a list of names, such as ['coco']")
         if self.max_bad_share is not None and self.max_bad_share > 1:
             raise ConfigError.of("max_bad_share", self.max_bad_share, "expected a share from 0 to 1, or None")
+        if self.task == "preference" and self.on_overlong == "truncate":
+            expected = "a cut answer is another answer than the preferred one: use 'drop'"
+            raise ConfigError.of("on_overlong", self.on_overlong, expected)
+        if self.task == "preference" and self.pipeline_microbatches is not None:
+            expected = "preference data cannot be split over stages"
+            raise ConfigError.of("pipeline_microbatches", self.pipeline_microbatches, expected)
         if self.mode == "pad":
             for name in _ONLY_FOR_PACKS:
                 if (value := getattr(self, name)) != getattr(type(self), name):
@@ -206,7 +215,7 @@ class LoaderConfig:
 
     def of_all_ranks(self) -> str:
         """Return the settings that all ranks must share, in addition to those that the plan depends on."""
-        names = ("mode", "batch_size", "gradient_accumulation_steps", "placeholder", "shard_data")
+        names = ("task", "mode", "batch_size", "gradient_accumulation_steps", "placeholder", "shard_data")
         values = [f"{name}={getattr(self, name)}" for name in names]
         # Ranks may have different folders; with and without one they read different step files.
         return ", ".join([*values, f"ledger_dir={'None' if self.ledger_dir is None else 'given'}"])
@@ -257,6 +266,7 @@ def load(  # noqa: D417 (the settings are documented once, in LoaderConfig)
     columns: Mapping[str, str] | None = None,
     tags: Mapping[str, str] | None = None,
     dataset_options: Mapping[str, Any] | None = None,
+    task: Task = "sft",
     mode: Mode = "pack",
     pack_size: int = 8192,
     batch_size: int = 1,

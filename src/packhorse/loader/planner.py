@@ -70,8 +70,11 @@ class Planner:
         self.dataset_ids, self.contents = _dataset_ids(samples.dataset), tuple(contents)
         self.capacity = sample_capacity(config, reserve)
         # If the family's counts are not exact, plan for the largest error.
-        lengths = after_shift(counts.total) + np.where(
-            counts.exact | (counts.total == 0), 0, np.maximum(counts.off_by, 0)
+        self.documents = _shifted_documents(counts, config.alignment)
+        lengths = (
+            self.documents[0]
+            + self.documents[1]
+            + np.where(counts.exact | (counts.total == 0), 0, np.maximum(counts.off_by, 0))
         )
         if config.on_overlong == "truncate":
             lengths = np.minimum(lengths, self.capacity)
@@ -115,7 +118,9 @@ class Planner:
 
     def _make_plan(self, epoch: int) -> PackPlan:
         if self.config.mode == "pad":
-            return self._with_reasons(_plan_single_samples(self.lengths, self.capacity))
+            # Each document of a pair has a row of its own.
+            longest = np.where(self.counts.rejected > 0, np.maximum(*self.documents), self.lengths)
+            return self._with_reasons(_plan_single_samples(self.lengths, longest, self.capacity))
         if self._may_need_no_reserve():
             plan = plan_packs(self.lengths, sample_capacity(self.config), epoch=epoch, **self._options)
             masks = np.bitwise_or.reduceat(self.sample_info.media_masks[plan.indices], plan.offsets[:-1])
@@ -154,7 +159,10 @@ class Planner:
         patches = counts.patches.astype(np.float64)
         # The sidecar has totals only: assume that all media of a row have equally many patches.
         pairs = patches**2 / np.maximum(1, counts.images + counts.videos)
-        costs = sample_costs(self.lengths, self.weights, patches=patches, patch_pairs=pairs)
+        # Documents do not attend to each other.
+        rejected = np.where(counts.ok, self.documents[1], 0)
+        costs = sample_costs(self.lengths - rejected, self.weights, patches=patches, patch_pairs=pairs)
+        costs += sample_costs(rejected, self.weights)
         return np.maximum(costs, 1.0)
 
     def _limits(self) -> dict[str, tuple[Integers, int]]:
@@ -163,7 +171,7 @@ class Planner:
         limits = {
             "patches": (counts.patches, config.max_patches),
             "media": (media, config.max_media),
-            "documents": (np.ones(len(counts), np.int64), config.max_documents),
+            "documents": (1 + (counts.rejected > 0), config.max_documents),
         }
         return {name: (values, limit) for name, (values, limit) in limits.items() if limit is not None}
 
@@ -252,17 +260,26 @@ class Planner:
         indices = plan.dropped_by_reason().get("too_long", ())
         if not len(indices):
             return ""
-        totals = self.counts.total
-        longest = int(indices[totals[indices].argmax()])
+        lengths = self.documents[0] + self.documents[1]
+        longest = int(indices[lengths[indices].argmax()])
         return (
-            f"{self.config.pack_size:,} tokens are below the longest sample ({totals[longest] - 1:,} after "
+            f"{self.config.pack_size:,} tokens are below the longest sample ({lengths[longest]:,} after "
             f"the shift, {self.samples.key(longest)})"
         )
 
 
-def _plan_single_samples(lengths: Integers, capacity: int) -> PackPlan:
-    """Return a plan in which each sample is a pack of its own."""
-    plan = plan_packs(np.where(lengths > capacity, 2, np.minimum(lengths, 1)), 1, effort=0.0)
+def _shifted_documents(counts: CountColumns, alignment: int) -> tuple[Integers, Integers]:
+    """Return the lengths after the shift of each row's document, and of the rejected one of a pair (else 0).
+
+    Those of a pair are padded to the alignment, as planning pads only their sum.
+    """
+    first, rejected = map(after_shift, counts.document_lengths)
+    return np.where(rejected > 0, first + -first % alignment, first), rejected + -rejected % alignment
+
+
+def _plan_single_samples(lengths: Integers, longest: Integers, capacity: int) -> PackPlan:
+    """Return a plan in which each sample is a pack of its own; its ``longest`` document has to fit."""
+    plan = plan_packs(np.where(longest > capacity, 2, np.minimum(lengths, 1)), 1, effort=0.0)
     return replace(plan, tokens=lengths[plan.indices], capacity=capacity)
 
 

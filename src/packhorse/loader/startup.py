@@ -47,7 +47,7 @@ from packhorse.families.models import (
     resolve_model,
 )
 from packhorse.families.qwen_vl import RopeIndex, rope_index
-from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.conversation import parse_conversation, parse_documents
 from packhorse.formats.in_memory import ConvertedRows, open_examples
 from packhorse.formats.meta import (
     DATA_SUFFIXES,
@@ -63,7 +63,7 @@ from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.planner import Planner
 from packhorse.media.source import is_address
 from packhorse.plan.cost_model import CostWeights
-from packhorse.types import MEDIA_KINDS, MediaMask, Rows, World
+from packhorse.types import MEDIA_KINDS, Conversation, MediaMask, Rows, Task, World
 from packhorse.utils.pool import Engine, LocalEngine
 from packhorse.utils.progress import Progress
 
@@ -343,9 +343,10 @@ def open_dataset(config: LoaderConfig, ledger: Ledger, shard: World | None = Non
         if isinstance(data, str | PathLike):
             _check_is_file(str(data))
         meta = meta_of(config)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"task": config.task}
         if shard is not None:
-            options = {"shard_data": True, "rank": shard.rank, "world_size": shard.size, "remainder": "keep"}
+            of_rank = {"rank": shard.rank, "world_size": shard.size, "remainder": "keep"}
+            options |= {"shard_data": True, **of_rank}
         dataset = open_meta_dataset(meta, names, ledger=ledger, **options)
     else:
         _check_examples(data, names)
@@ -382,9 +383,17 @@ def _open_rows(config: LoaderConfig, ledger: Ledger) -> Rows:
     """Return the examples of rows in memory."""
     data: Any = config.data
     if isinstance(data, MetaDataset):
+        for source in data.sources:
+            if (task := source.config.rules.task) != config.task:
+                raise ConfigError.of(
+                    "task",
+                    config.task,
+                    f"data was opened for {task!r}: open_meta_dataset(…, task={config.task!r})",
+                )
         return data
     options = config.row_options
-    return open_examples(data, row_format(options) if options else None, ledger)
+    rules = row_format({**options, "task": config.task}) if options or config.task != "sft" else None
+    return open_examples(data, rules, ledger)
 
 
 def _check_examples(data: Any, names: Sequence[str] | None) -> None:
@@ -468,16 +477,16 @@ def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Collectives) -> 
     """
     dataset, encoder, run = opened.dataset, opened.encoder, ranks.run_on_all_ranks
     if isinstance(dataset, Shard):  # no other rank has these rows
-        return run(_COUNT, partial(count_examples, dataset, encoder))
+        return run(_COUNT, partial(count_examples, dataset, encoder, task=config.task))
     if not isinstance(dataset, MetaDataset):
-        return _count_slices(dataset, encoder, ranks)
+        return _count_slices(dataset, encoder, ranks, config.task)
     retry = not os.environ.get("PACKHORSE_KEEP_COUNTS")
     read = partial(counts_of, dataset, encoder, log_missing=ranks.world.rank == 0, retry_unreachable=retry)
     counts = run(_READ_COUNTS, read)
     if ranks.all_agree(counts is not None) and counts is not None:
         return counts
     if isinstance(config.data, MetaDataset):  # opened by the caller: there is no file to count
-        return _count_slices(dataset, encoder, ranks)
+        return _count_slices(dataset, encoder, ranks, config.task)
     processes = ranks.share_cores(config.count_workers)  # on every rank: their shards may differ in length
     local = LocalEngine(processes if len(dataset) > _MAX_ROWS_WITHOUT_PROCESSES else 1)
     run(_COUNT, partial(_count_meta, config, opened, ranks, local))
@@ -505,7 +514,9 @@ def _count_meta(config: LoaderConfig, opened: OpenedData, ranks: Collectives, lo
     logger.info("counting the tokens of %s rows; `packhorse count` does this ahead of a run", rows)
     meta = meta_of(config)
     with Progress("counting tokens") as progress:
-        report = count_meta(meta, opened.encoder, dataset_names=names, engine=engine, progress=progress)
+        report = count_meta(
+            meta, opened.encoder, dataset_names=names, engine=engine, task=config.task, progress=progress
+        )
     logger.info("counted %s rows in %.1f s", f"{report.counted_rows:,}", report.seconds)
     return None
 
@@ -531,15 +542,17 @@ def _own_counts(dataset: MetaDataset, whole: CountColumns) -> CountColumns:
     return whole.take(np.concatenate(positions))
 
 
-def _count_slices(dataset: Rows, encoder: Encoder, ranks: Collectives) -> CountColumns:
+def _count_slices(dataset: Rows, encoder: Encoder, ranks: Collectives, task: Task) -> CountColumns:
     """Count examples that all ranks have: each rank a slice of them."""
     rank, size = (ranks.world.rank, ranks.world.size) if ranks.is_distributed else (0, 1)
     rows = range(len(dataset) * rank // size, len(dataset) * (rank + 1) // size)
-    counted = ranks.run_on_all_ranks(_COUNT, partial(count_examples, dataset, encoder, rows))
+    counted = ranks.run_on_all_ranks(_COUNT, partial(count_examples, dataset, encoder, rows, task))
     return CountColumns.concat(ranks.gather(counted))
 
 
-def count_examples(dataset: Rows, processor: Encoder | Processor, rows: range | None = None) -> CountColumns:
+def count_examples(
+    dataset: Rows, processor: Encoder | Processor, rows: range | None = None, task: Task = "sft"
+) -> CountColumns:
     """Count the examples of a sequence (``rows``: only these); one that fails has a reason instead."""
     rows = range(len(dataset)) if rows is None else rows
     counter = make_counter(processor)
@@ -551,7 +564,13 @@ def count_examples(dataset: Rows, processor: Encoder | Processor, rows: range | 
                 key = dataset_key(dataset, index)
                 with data_errors("drop", block.add, key=key):
                     example = counter.encoder.place_audio(dataset[index], key)
-                    block.add(counter.count(parse_conversation(example, key)))
+                    parse = parse_documents if task == "preference" else _parse_plain
+                    (counted,) = counter.count_documents([parse(example, key)])
+                    block.add(counted)
             parts.append(CountColumns.of(block.batch()))
             progress(min(first + _BLOCK, len(rows)))
     return CountColumns.concat(parts)
+
+
+def _parse_plain(example: Mapping[str, Any], key: str) -> tuple[Conversation, ...]:
+    return (parse_conversation(example, key),)

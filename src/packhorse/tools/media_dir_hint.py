@@ -51,8 +51,8 @@ def _relative_paths(config: DatasetConfig, rows: RowFile) -> Iterator[str]:
     for index, row in zip(indices, rows.read(indices), strict=True):
         if isinstance(row, BadSample):
             continue
-        _, conversation = check_row(row, config, row_key(config.name, index))
-        for ref in conversation.media if conversation is not None else ():
+        _, conversations = check_row(row, config, row_key(config.name, index))
+        for ref in (ref for conversation in conversations for ref in conversation.media):
             path = _local_path(ref.source)
             if path is not None and not os.path.isabs(path):
                 yield path

@@ -34,14 +34,14 @@ from packhorse.count.parts import (
 )
 from packhorse.count.sidecar import data_source
 from packhorse.errors import BadSample, ConfigError
-from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.conversation import parse_documents
 from packhorse.formats.convert import convert_row
 from packhorse.formats.estimate import ColumnsBuilder, estimate_lengths
 from packhorse.formats.meta import DatasetConfig, Meta, read_meta
 from packhorse.media import image_size
 from packhorse.rows.row_files import RowFile, gc_paused, open_rows
 from packhorse.rows.selection import row_key
-from packhorse.types import MEDIA_KINDS
+from packhorse.types import MEDIA_KINDS, Task
 from packhorse.utils.files import Fingerprint
 from packhorse.utils.pool import Engine
 from packhorse.utils.progress import OnProgress, Progress
@@ -159,6 +159,7 @@ def compute_stats(
     trust_remote_code: bool = False,
     index_dir: str | None = None,
     longest: int = _LONGEST,
+    task: Task | None = None,
     progress: OnProgress | None = None,
 ) -> StatsReport:
     """Compute the distributions of tokens and media over the rows of each dataset.
@@ -173,13 +174,14 @@ def compute_stats(
         trust_remote_code: run code that comes with the processor.
         index_dir: as for :func:`~packhorse.datasets.open_meta_dataset`.
         longest: how many of the longest rows of each dataset to list.
+        task: what the rows are for; None for what each dataset says.
         progress: called with the number of finished rows; None logs it every few seconds.
 
     Raises:
         ConfigError: the meta file, a data file, the processor or a media folder is missing or invalid.
     """
     started = time.monotonic()
-    configs = read_meta(meta, dataset_names)
+    configs = read_meta(meta, dataset_names, task)
     if not configs:
         raise ConfigError(f"{meta}: it lists no dataset", path="" if isinstance(meta, Mapping) else meta)
     if processor is None:
@@ -194,6 +196,7 @@ def compute_stats(
         trust_remote_code=trust_remote_code,
         bad_rows=0,
         index_dir=index_dir,
+        task=task,
         progress=progress,
     )
     name = processor if isinstance(processor, str | os.PathLike) else type(processor).__name__
@@ -329,20 +332,22 @@ def _estimate_part(task: PartTask, longest: int) -> DatasetStats:
                 if isinstance(row, BadSample):
                     raise row
                 example = convert_row(row, config.rules, key=key, dataset=config.name, record=ignore_drop)
-                conversation = parse_conversation(example, key)
-                sides = [max(image_size(ref.source)) for ref in conversation.media if ref.kind == "image"]
+                documents = parse_documents(example, key)
+                refs = [ref for document in documents for ref in document.media]
+                sides = [max(image_size(ref.source)) for ref in refs if ref.kind == "image"]
                 columns.add(example)
             except BadSample as error:
                 bad[error.reason] += 1
                 continue
             good.append(index)
-            values["media_per_row"].append(len(conversation.media))
+            values["media_per_row"].append(len(refs))
             values["image_side"] += sides
-            kinds = Counter(ref.kind for ref in conversation.media)
+            kinds = Counter(ref.kind for ref in refs)
             for kind in MEDIA_KINDS:
                 media[f"{kind}s"].append(kinds[kind])
-            answers = sum(len(turn.text) for turn in conversation.messages if turn.role == "assistant")
-            characters.append((answers, sum(len(turn.text) for turn in conversation.messages)))
+            turns = [turn for document in documents for turn in document.messages]
+            answers = sum(len(turn.text) for turn in turns if turn.role == "assistant")
+            characters.append((answers, sum(len(turn.text) for turn in turns)))
     total, visual, _ = estimate_lengths(columns.columns())
     # `_text_tokens` need not agree with the characters: answers keep their share of it.
     texts = zip((total - visual).tolist(), characters, strict=True)

@@ -13,7 +13,7 @@ _ROWS = 20_000
 
 def columns(rows: int = _ROWS) -> CountColumns:
     numbers = np.arange(rows, dtype=np.int32)
-    plain = dict.fromkeys((*COUNTS, "off_by"), numbers)
+    plain = dict.fromkeys((*COUNTS, "off_by", "rejected"), numbers)
     values = {
         **{name: pa.array(column) for name, column in plain.items()},
         "status": pa.array([OK] * rows),

@@ -24,7 +24,7 @@ from packhorse.rows.selection import row_key
 from packhorse.tools.check.media_rules import DIGEST_BYTES, TINY, CheckedMedia, MediaChecker, digest
 from packhorse.tools.check.row_rules import EncodingRules, check_row, repair_row
 from packhorse.tools.check.rules import Violation, on_one_line, violation
-from packhorse.types import Conversation, TextPart
+from packhorse.types import Conversation, MediaRef, TextPart
 
 _BLOCK = 256  # rows in memory at a time
 NO_DIGEST = bytes(DIGEST_BYTES)
@@ -82,8 +82,9 @@ class PartFindings(NamedTuple):
 @dataclass(slots=True)
 class _CheckedRow:
     violations: list[Violation]
-    conversation: Conversation | None = None
-    media: tuple[CheckedMedia, ...] = ()
+    conversations: tuple[Conversation, ...] = ()  # two for a pair
+    refs: tuple[MediaRef, ...] = ()  # of all conversations, each media item once
+    media: tuple[CheckedMedia, ...] = ()  # one for each of them
     relative: bool = False
 
     @property
@@ -144,7 +145,7 @@ class PartChecker:
             images += [
                 (item.content, item.name.ljust(DIGEST_BYTES, b"\0"), row, index)
                 for index, item in enumerate(checked.media)
-                if item.read and checked.conversation and checked.conversation.media[index].kind == "image"
+                if item.read and checked.refs[index].kind == "image"
             ]
         return PartFindings(
             findings,
@@ -173,10 +174,12 @@ class PartChecker:
             # The location is a field of its own.
             detail = raw.detail if rows is None else raw.detail.removeprefix(f"{rows.location(row)}: ")
             return _CheckedRow(self._filter([violation(raw.reason, detail)]))
-        violations, conversation = check_row(raw, config, row_key(config.name, row))
-        if conversation is None:
+        violations, conversations = check_row(raw, config, row_key(config.name, row))
+        if not conversations:
             return _CheckedRow(self._filter(violations))
-        refs, folder = conversation.media, config.rules.media_dir
+        first, *others = (conversation.media for conversation in conversations)
+        refs = (*first, *(ref for media in others for ref in media if ref not in first))
+        folder = config.rules.media_dir
         media_dir = None if config.name in self.no_media_dir else folder
         with naming(row_key(config.name, row)):
             media = tuple(self.media.check(ref, media_dir, config.rules.confine) for ref in refs)
@@ -186,15 +189,15 @@ class PartChecker:
             if self.encoding is not None and item.size is not None:
                 violations += self.encoding.shape(ref.kind, item.size, images, describe(ref.source))
         if self.encoding is not None:
-            violations += self.encoding.typed_tokens(conversation)
+            violations += [found for one in conversations for found in self.encoding.typed_tokens(one)]
         relative = media_dir is None and any(_is_under(ref.source, folder) for ref in refs)
-        return _CheckedRow(self._filter(violations), conversation, media, relative)
+        return _CheckedRow(self._filter(violations), conversations, refs, media, relative)
 
     def _add_lengths(self, rows: Sequence[_CheckedRow]) -> None:
         """Add violations of the token counts to rows without an error: one cause, one finding."""
         if self.encoding is None:
             return
-        valid = [(row, row.conversation) for row in rows if row.conversation and not row.has_errors]
+        valid = [(row, one) for row in rows if not row.has_errors for one in row.conversations]
         lengths = self.encoding.lengths([conversation for _, conversation in valid])
         for (row, _), violations in zip(valid, lengths, strict=True):
             row.violations += self._filter(violations)
@@ -227,13 +230,14 @@ def _is_under(source: Any, folder: str | None) -> bool:
 
 def _conversation_digest(row: _CheckedRow) -> bytes:
     """Return a digest of roles, texts and media; never zeros for a row that has a conversation."""
-    if row.conversation is None:
+    if not row.conversations:
         return NO_DIGEST
-    media = iter(row.media)
-    turns: list[Any] = [repr(row.conversation.tools)] if row.conversation.tools else []
-    for message in row.conversation.messages:
+    turns: list[Any] = [repr(row.conversations[0].tools)] if row.conversations[0].tools else []
+    for message in (message for conversation in row.conversations for message in conversation.messages):
         parts = [
-            ["text", part.text] if isinstance(part, TextPart) else [part.kind, next(media).content.hex()]
+            ["text", part.text]
+            if isinstance(part, TextPart)
+            else [part.kind, row.media[row.refs.index(part)].content.hex()]
             for part in message.parts
         ]
         turns.append([message.role, parts, repr(sorted(message.extras.items())) if message.extras else ""])

@@ -15,7 +15,7 @@ from packhorse.chat import compile_tokens
 from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.errors import BadSample
 from packhorse.families.encoder import PROCESSOR_ERRORS
-from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.conversation import parse_documents
 from packhorse.formats.convert import PLACEHOLDER, convert_row
 from packhorse.formats.meta import DatasetConfig
 from packhorse.formats.row_format import ROLES, Layout, RowFormat, layout_of
@@ -29,8 +29,8 @@ _FOLLOW_FROM_ROLE = ("no_assistant_turn", "empty_conversation", "surplus_media",
 _MIN_EXTREME_RATIO = 10
 
 
-def check_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Violation], Conversation | None]:
-    """Return everything that is wrong with a row's content, and its conversation (None if it has none).
+def check_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Violation], tuple[Conversation, ...]]:
+    """Return everything that is wrong with a row's content, and its conversations: those of a pair are two.
 
     Whether the dataset is strict or confined does not matter here.
     """
@@ -38,15 +38,16 @@ def check_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Violation
     try:
         rules = replace(config.rules, strict=False, confine=False)  # records every problem, raises at none
         example = convert_row(row, rules, key=key, dataset=config.name, record=drops.append)
-        conversation = parse_conversation(example, key)
+        conversations = parse_documents(example, key)
     except BadSample as error:
-        return [violation(error.reason if error.reason in RULES else "wrong_format", error.detail)], None
+        return [violation(error.reason if error.reason in RULES else "wrong_format", error.detail)], ()
     violations = [violation(drop.reason, drop.detail) for drop in drops]
     if any(one.rule == "unknown_role" for one in violations):
         violations = [one for one in violations if one.rule not in _FOLLOW_FROM_ROLE]
-    elif conversation.messages:
-        violations += _check_order(conversation.messages)
-    return [*violations, *_check_texts(conversation)], conversation
+    else:
+        violations += [found for one in conversations if one.messages for found in _check_order(one.messages)]
+    violations += [found for one in conversations for found in _check_texts(one)]
+    return violations, conversations
 
 
 def _check_order(messages: Sequence[Message]) -> Iterator[Violation]:

@@ -29,7 +29,7 @@ from packhorse.tools.check.check_part import CheckSettings, PartChecker, PartFin
 from packhorse.tools.check.duplicates import DigestStore, Duplicates
 from packhorse.tools.check.media_rules import TINY
 from packhorse.tools.check.rules import RULES, SEVERITIES, Finding, Severity, on_one_line
-from packhorse.types import mask_secrets
+from packhorse.types import Task, mask_secrets
 from packhorse.utils.files import Fingerprint
 from packhorse.utils.pool import Engine
 from packhorse.utils.progress import OnProgress, Progress
@@ -230,6 +230,7 @@ def check_meta(
     trust_remote_code: bool = False,
     part_rows: int | None = None,
     index_dir: str | None = None,
+    task: Task | None = None,
     progress: OnProgress | None = None,
 ) -> CheckReport:
     """Find everything that is wrong with the rows of the datasets of a meta file; changes nothing.
@@ -248,6 +249,7 @@ def check_meta(
         trust_remote_code: run code that comes with the processor.
         part_rows: rows that are checked together; None for a number that suits the data.
         index_dir: as for :func:`~packhorse.datasets.open_meta_dataset`.
+        task: what the rows are for; None for what each dataset says.
         progress: called with the number of checked rows; None logs it every few seconds.
 
     Raises:
@@ -263,7 +265,7 @@ def check_meta(
     if part_rows is not None and part_rows < 1:
         raise ConfigError.of("part_rows", part_rows, "expected at least 1")
     settings = CheckSettings(decode, max_length, tiny, frozenset(ignore), repair)
-    configs = read_meta(meta, dataset_names)
+    configs = read_meta(meta, dataset_names, task)
     if not configs:
         raise ConfigError(f"{meta}: it lists no dataset", path="" if isinstance(meta, Mapping) else meta)
     for config in configs:
@@ -284,10 +286,10 @@ def check_meta(
         for file in files
     ]
     with closing(map_parts(parts, work, engine, progress or Progress("checking"))) as results:
-        for index, task, result in results:
+        for index, part, result in results:
             files[index].add(result)
-            spool.put(index, task.first // part_rows, result.findings, result.repairs)
-            digests.put(index, task.first, result.conversations, result.images)
+            spool.put(index, part.first // part_rows, result.findings, result.repairs)
+            digests.put(index, part.first, result.conversations, result.images)
     _add_notes(files, settings)
     duplicates = digests.duplicates()
     for file, file_parts in zip(files, parts, strict=True):

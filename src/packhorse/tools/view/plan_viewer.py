@@ -23,7 +23,7 @@ import numpy.typing as npt
 from packhorse.count.sidecar import counts_of
 from packhorse.distributed import Collectives
 from packhorse.errors import BadSample, ConfigError
-from packhorse.formats.meta import MetaDataset, Source, is_data_file, read_meta
+from packhorse.formats.meta import MetaDataset, Source, is_data_file, read_meta, task_of_meta
 from packhorse.ledger import GONE, Ledger, read_ledgers
 from packhorse.loader.build import make_packer
 from packhorse.loader.config import LoaderConfig
@@ -42,7 +42,7 @@ from packhorse.tools.view.saved_plan import (
     open_request,
     open_saved_plan,
 )
-from packhorse.types import Drop, Integers, Reason, World, mask_secrets
+from packhorse.types import Drop, Integers, Reason, Task, World, mask_secrets
 
 _MAX_DIGITS = 18  # Python does not convert a string of thousands of digits
 _MAX_RAW_BYTES = 100_000  # of a row that are shown
@@ -172,6 +172,7 @@ class PlanViewer:
         *,
         ledger: str | os.PathLike[str] | None = None,
         pack_size: int = 8192,
+        task: Task | None = None,
         trust_remote_code: bool = False,
     ) -> PlanViewer:
         """Open a plan file, or plan a meta file first.
@@ -189,7 +190,7 @@ class PlanViewer:
             raise ConfigError(
                 f"{source} is {kind}: pass --processor to plan it first", setting="processor", path=source
             )
-        config = LoaderConfig(data=source, pack_size=pack_size)
+        config = LoaderConfig(data=source, pack_size=pack_size, task=task or task_of_meta(source))
         planned = make_plan(PlanRequest(config, processor, trust_remote_code=trust_remote_code))
         saved = make_saved_plan(planned, plan_report(planned))
         return cls(saved, planned.opened, entries, planned.planner)

@@ -18,7 +18,7 @@ from packhorse.collate.packer import Packer
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, data_errors
 from packhorse.families import Encoder
-from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.conversation import parse_documents
 from packhorse.ledger import Ledger
 from packhorse.loader.placeholder import Placeholders
 from packhorse.types import Conversation, Drop, MediaMask, MediaRef, Sample, TextPart, mask_secrets
@@ -110,9 +110,17 @@ class RowEncoder:
         return not self.family.mrope or self.packer.get_rope_index is not None
 
     def conversation(self, index: int) -> Conversation:
-        """Return the row as a conversation; raise ``BadSample`` if it cannot be read."""
+        """Return the row as a conversation; raise ``BadSample`` if it cannot be read.
+
+        That of a pair has the turns of the chosen answer, then those of the rejected one.
+        """
+        first, *others = self._documents(index)
+        messages = (message for document in (first, *others) for message in document.messages)
+        return replace(first, messages=tuple(messages)) if others else first
+
+    def _documents(self, index: int) -> tuple[Conversation, ...]:
         key = self.samples.key(index)
-        return parse_conversation(self.encoder.place_audio(self.samples.dataset[index], key), key)
+        return parse_documents(self.encoder.place_audio(self.samples.dataset[index], key), key)
 
     def view(self, index: int) -> RowView:
         """Return a row for display; if it cannot be read or encoded, as much as is known, and the error."""
@@ -123,20 +131,26 @@ class RowEncoder:
                 turns, media = split_conversation(conversation)
                 row = replace(row, turns=turns, media=media)
                 self.samples.ledger = Ledger()  # only the entries of this row
-                return self._add_tokens(row, conversation)
+                return self._add_documents(row)
             return replace(row, error=outcome.error)
 
-    def _add_tokens(self, row: RowView, conversation: Conversation) -> RowView:
-        encoded = self.samples.load_sample(row.index)
+    def _add_documents(self, row: RowView) -> RowView:
+        """Add the tokens of a row; those of a pair one document after the other, as in a pack."""
+        conversations, samples = self._documents(row.index), self.samples.load_documents(row.index)
+        for conversation, sample in zip(conversations, samples, strict=True):
+            row = self._add_tokens(row, conversation, sample)
+        return replace(row, drops=tuple(self.samples.ledger))
+
+    def _add_tokens(self, row: RowView, conversation: Conversation, encoded: Sample) -> RowView:
         positions = self.packer.prepare(encoded).position_ids
-        sample = encoded.per_token
+        sample, before = encoded.per_token, row.padded_length
         ids, labels = sample["input_ids"].tolist(), sample["labels"]
         last = len(ids) - 1
         roles = find_roles(self.encoder, conversation, ids)
         runs = make_runs(self.encoder, sample, roles, positions)
         tokens = [
             TokenRow(
-                index,
+                before + index,
                 token,
                 decode_tokens(self.encoder, [token]),
                 label != IGNORE_INDEX,
@@ -149,15 +163,15 @@ class RowEncoder:
             # Consecutive numbers would be wrong from the first media item on.
             runs = [replace(run, positions="") for run in runs]
             tokens = [replace(token, position="") for token in tokens]
+        spans = self._bidirectional_spans(sample)
         return replace(
             row,
-            runs=tuple(runs),
-            length=last,
-            padded_length=self.packer.padded_length(last),
-            supervised=int((labels != IGNORE_INDEX).sum()),
-            bidirectional=self._bidirectional_spans(sample),
-            drops=tuple(self.samples.ledger),
-            tokens=tuple(tokens),
+            runs=(*row.runs, *(replace(run, start=before + run.start) for run in runs)),
+            length=row.length + last,
+            padded_length=before + self.packer.padded_length(last),
+            supervised=row.supervised + int((labels != IGNORE_INDEX).sum()),
+            bidirectional=(*row.bidirectional, *((before + start, before + end) for start, end in spans)),
+            tokens=(*row.tokens, *tokens),
         )
 
     def placeholders(self, media_mask: MediaMask) -> list[tuple[str, RowView]]:

@@ -31,7 +31,7 @@ _MAX_DETAIL = 500  # characters
 VERSION = 3  # of the JSON in the plan file; earlier versions have other names of settings and report fields
 # The settings that a plan depends on.
 _SETTINGS = (
-    *("dataset_names", "pack_size", "seed", "alignment", "on_overlong", "max_patches", "max_media"),
+    *("dataset_names", "task", "pack_size", "seed", "alignment", "on_overlong", "max_patches", "max_media"),
     *("max_documents", "placeholder", "spread_datasets", "effort"),
 )
 

@@ -1,0 +1,270 @@
+"""DPO and KTO on packed pairs equal TRL's trainers on a batch of TRL's own collator, for rows with images.
+
+TRL counts everything that the template writes after the prompt as the answer, also the line break after its
+end; Packhorse supervises up to the end of the turn. So the templates here write nothing after the last
+answer. What TRL's own computation differs by with the rows in another order, alone, or with another kernel,
+is the noise floor. The control compares pairs with the reference of other pairs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import packhorse
+from contract.processors import FAMILIES
+from contract.separate import gradients_of
+from contract.tiny_models import tiny_model
+from noise_floor import ParityRecorder, noise_floor, relative_difference
+from packhorse.collate_fns import model_inputs
+from packhorse.integrations.attention import use_attention
+from packhorse.integrations.preference import (
+    document_log_probs,
+    dpo_loss,
+    kl_term,
+    kto_loss,
+    mismatched_batch,
+    reference_log_probs,
+)
+from packhorse.types import Batch
+
+pytestmark = pytest.mark.needs_trl
+
+NAMES = ("qwen2_5_vl", "gemma3", "smolvlm")
+# Images of Gemma attend in both directions, which a causal kernel cannot do.
+KTO = [
+    (name, backend)
+    for name in NAMES
+    for backend in ("sdpa", "eager", "varlen", "pad")
+    if (name, backend) != ("gemma3", "varlen")
+]
+LOSSES = {"sigmoid": 0.0, "ipo": 0.0, "hinge": 0.0, "robust": 0.1}
+Result = tuple[float, dict[str, torch.Tensor]]
+
+
+def processor_of(name: str) -> Any:
+    """The processor of a family whose template writes nothing after the last answer."""
+    made = FAMILIES[name].build()
+    answered = "messages[-1]['role'] == 'assistant' and text[-1:] == '\\n'"
+    written = "{{ text[:-1] if " + answered + " else text }}"
+    made.chat_template = "{% set text %}" + made.chat_template + "{% endset %}" + written
+    return made
+
+
+def say(role: str, text: str, images: int = 0) -> dict[str, Any]:
+    return {"role": role, "content": [*[{"type": "image"}] * images, {"type": "text", "text": text}]}
+
+
+def prompts() -> list[dict[str, Any]]:
+    """One image, two images, and two turns of which the first answer is part of the prompt."""
+    draw = np.random.default_rng(7)
+
+    def images(number: int) -> list[Image.Image]:
+        sizes = draw.integers(60, 130, (number, 2)).tolist()
+        return [Image.fromarray(draw.integers(0, 256, (*size, 3), np.uint8)) for size in sizes]
+
+    return [
+        {"images": images(1), "prompt": [say("user", "What is it?", 1)]},
+        {"images": images(2), "prompt": [say("user", "Which of them is the cat?", 2)]},
+        {
+            "images": images(1),
+            "prompt": [say("user", "Look at the cat.", 1), say("assistant", "Yes."), say("user", "And?")],
+        },
+    ]
+
+
+def pair_rows() -> list[dict[str, Any]]:
+    answers = [("A cat in the hat.", "the dog"), ("the one at", "not here, in there"), ("so on", "a b c d e")]
+    return [
+        {**row, "chosen": [say("assistant", good)], "rejected": [say("assistant", bad)]}
+        for row, (good, bad) in zip(prompts(), answers, strict=True)
+    ]
+
+
+def labelled_rows() -> list[dict[str, Any]]:
+    answers = [("A cat in the hat.", True), ("not here, in there", False), ("so on", True)]
+    return [
+        {**row, "completion": [say("assistant", answer)], "label": label}
+        for row, (answer, label) in zip(prompts(), answers, strict=True)
+    ]
+
+
+def load(rows: list[dict[str, Any]], name: str, model: Any, **settings: Any) -> Batch:
+    """One batch of all rows, in their order."""
+    settings = {"pack_size": 4096, "effort": 0, "num_workers": 0, **settings}
+    (batch,) = packhorse.load(rows, processor_of(name), model=model, task="preference", **settings)
+    return batch
+
+
+class Trl:
+    """A trainer of TRL with a model and a reference, and its loss for rows."""
+
+    def __init__(self, name: str, kind: str, folder: Path, seeds: tuple[int, int] = (0, 1)) -> None:
+        from datasets import Dataset
+        from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+
+        trainer, config = (DPOTrainer, DPOConfig) if kind == "dpo" else (KTOTrainer, KTOConfig)
+        rows = pair_rows() if kind == "dpo" else labelled_rows()
+        settings = {"use_cpu": True, "report_to": "none", "bf16": False, "max_length": None}
+        self.trainer = trainer(
+            copy.deepcopy(tiny_model(name, seeds[0])),
+            copy.deepcopy(tiny_model(name, seeds[1])),
+            args=config(str(folder), gradient_checkpointing=False, per_device_train_batch_size=3, **settings),
+            # Only the names of its columns are read.
+            train_dataset=Dataset.from_list([{**rows[0], "images": rows[0]["images"][:1]}]),
+            processing_class=processor_of(name),
+        )
+
+    def run(self, rows: list[dict[str, Any]], attention: str = "sdpa") -> Result:
+        """Return loss and gradients of TRL's own batch of these rows."""
+        model = self.trainer.model
+        for one in (model, self.trainer.ref_model):
+            use_attention(one, attention)
+        batch = self.trainer.data_collator(copy.deepcopy(rows))
+        loss = self.trainer.compute_loss(model, batch)
+        loss.backward()
+        return float(loss), gradients_of(model)
+
+    def run_otherwise(self, rows: list[dict[str, Any]]) -> list[Result]:
+        """Return what other correct computations of the mean over the same rows give."""
+        alone = [self.run([row]) for row in rows]
+        mean = {name: sum(gradients[name] for _, gradients in alone) / len(rows) for name in alone[0][1]}
+        return [
+            (sum(loss for loss, _ in alone) / len(rows), mean),
+            *(self.run([*rows[n:], *rows[:n]]) for n in range(1, len(rows))),
+            self.run(rows[::-1]),
+            self.run(rows, "eager"),
+        ]
+
+
+def check(
+    parity: ParityRecorder,
+    what: str,
+    found: Result,
+    expected: Result,
+    others: Sequence[Result],
+    control: Result,
+) -> None:
+    """Compare a loss and its gradients with those of TRL."""
+    floor = noise_floor(expected[0], *(loss for loss, _ in others))
+    parity.check(f"{what} loss", abs(found[0] - expected[0]), floor, abs(control[0] - expected[0]))
+    floor = noise_floor(expected[1], *(gradients for _, gradients in others), measure=relative_difference)
+    parity.check(
+        f"{what} gradients",
+        relative_difference(found[1], expected[1]),
+        floor,
+        relative_difference(control[1], expected[1]),
+    )
+
+
+def backward(model: Any, loss: torch.Tensor) -> Result:
+    loss.backward()
+    return float(loss), gradients_of(model)
+
+
+@pytest.fixture(scope="module")
+def dpo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trl]:
+    return cache(lambda name: Trl(name, "dpo", tmp_path_factory.mktemp("trl")))
+
+
+@pytest.fixture(scope="module")
+def expected(dpo: Callable[[str], Trl]) -> Callable[[str, str], tuple[Result, list[Result]]]:
+    """TRL's loss and gradients for a family and a loss type, and its other computations of the same."""
+
+    @cache
+    def expect(name: str, loss_type: str) -> tuple[Result, list[Result]]:
+        trl = dpo(name)
+        trl.trainer.loss_types, trl.trainer.label_smoothing = [loss_type], LOSSES[loss_type]
+        return trl.run(pair_rows()), trl.run_otherwise(pair_rows())
+
+    return expect
+
+
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+@pytest.mark.parametrize("name", NAMES)
+def test_dpo_on_pairs_of_a_batch_equals_the_trainer_of_trl(
+    name: str,
+    mode: str,
+    expected: Callable[[str, str], tuple[Result, list[Result]]],
+    parity: ParityRecorder,
+) -> None:
+    model, frozen = (copy.deepcopy(tiny_model(name, seed)) for seed in (0, 1))
+    batch = load(pair_rows(), name, model, mode=mode, batch_size=1 if mode == "pack" else 3)
+    assert [role for row in batch.info.document_roles for role in row] == ["chosen", "rejected"] * 3
+    reference = reference_log_probs(frozen, batch)
+
+    def run(against: torch.Tensor, loss_type: Any) -> Result:
+        log_probs = document_log_probs(model(**model_inputs(batch, model)).logits, batch)
+        smoothing = LOSSES[loss_type]
+        found = dpo_loss(log_probs, against, batch, loss_type=loss_type, label_smoothing=smoothing)
+        return backward(model, found.loss)
+
+    for loss_type in LOSSES:
+        right, others = expected(name, loss_type)
+        check(parity, loss_type, run(reference, loss_type), right, others, run(reference.roll(2), loss_type))
+
+
+def test_metrics_are_those_of_trl(dpo: Callable[[str], Trl], parity: ParityRecorder) -> None:
+    trl, rows, name = dpo("qwen2_5_vl"), pair_rows(), "qwen2_5_vl"
+    trl.trainer.loss_types, trl.trainer.label_smoothing = ["sigmoid"], 0.0
+    batch = load(rows, name, tiny_model(name))
+    measured = []
+    for attention in ("sdpa", "eager"):
+        for order in (rows, rows[::-1], [*rows[1:], rows[0]], [*rows[2:], *rows[:2]]):
+            trl.trainer._metrics["eval"].clear()
+            trl.run(order, attention)
+            measured.append({key: value[0] for key, value in trl.trainer._metrics["eval"].items()})
+    with torch.no_grad():
+        log_probs = document_log_probs(tiny_model(name)(**model_inputs(batch)).logits, batch)
+    reference = reference_log_probs(tiny_model(name, 1), batch)
+    metrics = dpo_loss(log_probs, reference, batch).metrics
+    swapped = dpo_loss(reference, log_probs, batch).metrics
+    accuracy = metrics.pop("rewards/accuracies")
+    assert torch.equal(accuracy, torch.tensor(measured[0]["rewards/accuracies"]))
+    for key, value in metrics.items():
+        right, *others = (found[key] for found in measured)
+        parity.check(
+            key, abs(float(value) - right), noise_floor(right, *others), abs(float(swapped[key]) - right)
+        )
+
+
+@pytest.mark.parametrize(("name", "backend"), KTO)
+def test_kto_on_a_batch_equals_the_trainer_of_trl(
+    name: str, backend: str, tmp_path: Path, parity: ParityRecorder
+) -> None:
+    """With its KL term, for which each prompt gets the answer of the row before it."""
+    rows, seeds = labelled_rows(), (0, 1)
+    mode = "pad" if backend == "pad" else "pack"
+    keys = load(rows, name, tiny_model(name), mode=mode, batch_size=3).info.keys
+    rows = [rows[int(key)] for key in keys]  # the KL term depends on the order
+    trl = Trl(name, "kto", tmp_path, seeds)
+    right = trl.run(rows)
+    if not trl.trainer._metrics["eval"]["kl"][0]:  # negative, so 0: it is positive the other way round
+        seeds = (1, 0)
+        trl = Trl(name, "kto", tmp_path, seeds)
+        right = trl.run(rows)
+    assert trl.trainer._metrics["eval"]["kl"][0] > 0
+    others = [trl.run([*rows[n:], *rows[:n]], attention) for attention in ("sdpa", "eager") for n in range(3)]
+    model, frozen = (copy.deepcopy(tiny_model(name, seed)) for seed in seeds)
+    for one in (model, frozen):
+        use_attention(one, "sdpa" if backend == "pad" else backend)
+    batch = load(labelled_rows(), name, model, mode=mode, batch_size=3 if backend == "pad" else 1)
+    assert batch.info.keys == keys
+    mismatched = mismatched_batch(batch)
+    with torch.no_grad():
+        log_probs = document_log_probs(model(**model_inputs(mismatched, model)).logits, mismatched)
+    kl = kl_term(log_probs, reference_log_probs(frozen, mismatched), mismatched)
+
+    def run(point: torch.Tensor) -> Result:
+        found = document_log_probs(model(**model_inputs(batch, model)).logits, batch)
+        return backward(model, kto_loss(found, reference_log_probs(frozen, batch), batch, point).loss)
+
+    check(parity, "kto", run(kl), right, others, run(kl * 0))
