@@ -102,9 +102,7 @@ class _TokenLogProbs(torch.autograd.Function):
     """Log-probabilities of labels; saves the logits and one number per label."""
 
     @staticmethod
-    def forward(
-        context: Any, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(context: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         flat, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
         rows = torch.nonzero(targets != IGNORE_INDEX).flatten()
         exact = torch.promote_types(logits.dtype, torch.float32)
