@@ -6,7 +6,7 @@ import importlib
 import math
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.processors import processor
@@ -24,6 +24,7 @@ def utils() -> Any:
     return importlib.import_module("qwen_omni_utils.v2_5.vision_process")
 
 
+@settings(deadline=None)  # the first example imports torch
 @given(SIDES, SIDES, TOKENS, TOKENS, st.sampled_from([28, 32]), st.integers(0, 783))
 def test_an_image_is_resized_as_by_qwen_vl_utils(height, width, one, other, factor, more):
     if max(height, width) > 200 * min(height, width):
@@ -39,6 +40,7 @@ def test_an_image_is_resized_as_by_qwen_vl_utils(height, width, one, other, fact
     assert encoder.media_tokens("image", ours) == math.prod(theirs) // factor**2
 
 
+@settings(deadline=None)
 @given(
     st.integers(2, 60),
     st.integers(40, 1000),
@@ -53,18 +55,18 @@ def test_a_frame_is_resized_as_by_qwen_vl_utils(frames, height, width, least, mo
     owner = encoder.processor.video_processor
     factor = owner.patch_size * owner.merge_size
     # fetch_video has no function for its limits, so its lines are repeated here.
-    settings = {"min_pixels": least * factor**2}
+    limits = {"min_pixels": least * factor**2}
     padded, all_pixels = frames + frames % 2, 128_000 * factor**2 * 0.9
     if total is not None:
-        settings["total_pixels"] = all_pixels = total * factor**2
-    most = max(min(768 * factor**2, all_pixels / padded * 2), int(settings["min_pixels"] * 1.05))
-    settings["max_pixels"] = (least + (700 if more is None else more)) * factor**2
-    most = min(settings["max_pixels"], most)
-    theirs = utils().smart_resize(height, width, factor, settings["min_pixels"], most)
+        limits["total_pixels"] = all_pixels = total * factor**2
+    most = max(min(768 * factor**2, all_pixels / padded * 2), int(limits["min_pixels"] * 1.05))
+    limits["max_pixels"] = (least + (700 if more is None else more)) * factor**2
+    most = min(limits["max_pixels"], most)
+    theirs = utils().smart_resize(height, width, factor, limits["min_pixels"], most)
     if min(theirs) == 0:
         return
     info = VideoInfo(frames, height, width, 2.0, frames / 2)
-    ours = encoder.configure("video", info, settings)
+    ours = encoder.configure("video", info, limits)
     assert (ours.size.height, ours.size.width) == theirs
     assert encoder.media_tokens("video", ours) == padded // 2 * math.prod(theirs) // factor**2
 

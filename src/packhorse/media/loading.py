@@ -115,9 +115,9 @@ def sampling_of(ref: MediaRef, sampling: VideoSampling | None) -> VideoSampling:
     """Return ``sampling`` with the options of the video's row; raise ``wrong_format`` for an invalid one."""
     try:
         result = (sampling or VideoSampling()).override(**_video_options(ref))
+        check_frame_limits(ref.options)
     except ConfigError as error:
         raise bad_media(f"{describe(ref.source)}: {error}", "wrong_format") from error
-    check_frame_limits(ref.options)
     return result
 
 

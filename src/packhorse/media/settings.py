@@ -8,7 +8,6 @@ The names are those of ``qwen_vl_utils``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +35,7 @@ DATASET_SETTINGS: Mapping[str, tuple[MediaKind, str]] = {
 }
 """The settings of a dataset: the kind of media that each is for, and its name next to an item."""
 
+_LARGEST = 1 << 53  # every whole number up to it is a float
 _SIZE = frozenset({"resized_height", "resized_width"})
 _LIMITS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"))
 # Settings of an item that replace a setting of its dataset with another name.
@@ -148,18 +148,18 @@ def _contradiction(settings: Mapping[str, Any]) -> str:
 
 
 def check_frame_limits(options: Mapping[str, Any]) -> None:
-    """Raise ``wrong_format`` if an item's ``min_frames`` is above its ``max_frames``; both are valid."""
+    """Raise ConfigError if ``min_frames`` is above ``max_frames``; both are valid."""
     values = {name: options[name] for name in _FRAMES if options.get(name) is not None}
     if problem := _contradiction(values):
-        raise _wrong(problem)
+        raise ConfigError(problem, setting="min_frames", value=values["min_frames"])
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_positive_integer(value: Any) -> bool:
-    return _is_number(value) and value == int(value) >= 1
+    return _is_number(value) and 1 <= value <= _LARGEST and value == int(value)
 
 
 def _wrong(detail: str) -> BadSample:

@@ -105,6 +105,8 @@ def test_the_settings_of_a_dataset_survive_writing_its_entry() -> None:
         ({"min_pixels": 10, "max_pixels": 5}, "min_pixels=10 is above max_pixels=5"),
         ({"resized_width": 10}, "resized_width without resized_height"),
         ({"max_pixels": float("nan")}, "max_pixels is nan"),
+        ({"max_pixels": float("inf")}, "max_pixels is inf"),
+        ({"max_pixels": 10**400}, "max_pixels is 10000"),
         ({"max_pixels": [1]}, r"max_pixels is \[1\]"),
     ],
 )

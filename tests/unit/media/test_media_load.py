@@ -80,7 +80,7 @@ def test_each_kind_is_loaded_and_measured(png: Path, video: Path, wav: Path) -> 
         ({"num_frames": 2}, 2),
         ({"fps": 5, "num_frames": 2}, 2),
         ({"frame_indices": [3, 1, 2]}, 4),
-        ({"resized_height": 28}, 4),
+        ({"resized_height": 28, "resized_width": 28}, 4),
     ],
 )
 def test_the_rows_options_override_the_sampling_and_can_be_counted_beforehand(
@@ -94,7 +94,12 @@ def test_the_rows_options_override_the_sampling_and_can_be_counted_beforehand(
 
 
 @pytest.mark.parametrize(
-    "options", [{"fps": 0}, {"fps": "fast"}, {"max_frames": -1}, {"frame_indices": "all"}]
+    "options",
+    [
+        *({"fps": 0}, {"fps": "fast"}, {"max_frames": -1}, {"frame_indices": "all"}),
+        *({"min_frames": 5, "max_frames": 4}, {"min_frames": "5", "max_frames": 4}),
+        *({"resized_height": 28}, {"total_pixels": 0}),
+    ],
 )
 def test_invalid_options_are_the_rows_fault(video: Path, options: dict) -> None:
     with raises_bad_sample("wrong_format", match=r"clip\.mp4: "):
