@@ -174,7 +174,7 @@ class BatchBuilder:
     def documents(self, index: int) -> list[Sample]:
         """Return the documents of a row as :meth:`prepare` makes them: two for a pair, else one.
 
-        None at all if the row cannot be used, which is recorded.
+        The list is empty if the row cannot be used, which is recorded.
         """
         # With shard_data each rank has its own indices: keys differ.
         sample = self.samples.key(index) if self.config.shard_data else index
