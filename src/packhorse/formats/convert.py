@@ -258,7 +258,7 @@ class _Conversion:
                 continue
             given = {name: turn[name] for name in TURN_WEIGHTS if turn.get(name) not in (None, 1)}
             if given:
-                found = f"{str(given):.60} of turn {number} has no effect on preference data: remove it"
+                found = f"{given!s:.60} of turn {number} has no effect on preference data: remove it"
                 raise self._bad("wrong_format", found)
         return [
             {**turn, "weight": 0} if turn["role"] == "assistant" and number < first else turn
