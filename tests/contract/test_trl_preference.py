@@ -24,6 +24,7 @@ from contract.processors import FAMILIES
 from contract.separate import gradients_of
 from contract.tiny_models import tiny_model
 from noise_floor import ParityRecorder, noise_floor, relative_difference
+from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import model_inputs
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.preference import (
@@ -234,6 +235,23 @@ def test_metrics_are_those_of_trl(dpo: Callable[[str], Trl], parity: ParityRecor
         parity.check(
             key, abs(float(value) - right), noise_floor(right, *others), abs(float(swapped[key]) - right)
         )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_templates_of_models_end_in_a_line_break_that_only_trl_supervises(name: str) -> None:
+    from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+
+    made, rows = FAMILIES[name].build(), pair_rows()
+    theirs = DataCollatorForVisionPreference(made)(copy.deepcopy(rows))
+    pairs = zip(theirs["input_ids"], theirs["completion_mask"], strict=True)
+    answers = [made.tokenizer.decode(ids[mask.bool()]) for ids, mask in pairs]
+    (batch,) = packhorse.load(rows, made, model=tiny_model(name), task="preference", num_workers=0)
+    assert batch.info.document_ids is not None
+    assert batch.info.labels is not None
+    order = [int(key) + len(rows) * second for key in batch.info.keys for second in (0, 1)]
+    for number, place in enumerate(order, 1):
+        labels = batch.info.labels[batch.info.document_ids == number]
+        assert made.tokenizer.decode(labels[labels != IGNORE_INDEX]) + "\n" == answers[place]
 
 
 @pytest.mark.parametrize(("name", "backend"), KTO)

@@ -262,7 +262,8 @@ class _Conversion:
 
     def _role_of(self, turn: Any) -> str | None:
         role, _ = turn_names(self.rules.tags, turn) if isinstance(turn, Mapping) else (None, None)
-        return None if role is None else self.roles.get(turn[role])
+        name = None if role is None else turn[role]
+        return self.roles.get(name) if isinstance(name, str) else None
 
     def _train_from(self, turns: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
         """Return turns of which only the answers from number ``first`` on are supervised."""
@@ -271,9 +272,8 @@ class _Conversion:
                 continue
             given = {name: turn[name] for name in TURN_WEIGHTS if turn.get(name) not in (None, 1)}
             if given:
-                raise self._bad(
-                    "wrong_format", f"{given} of turn {number} has no effect on preference data: remove it"
-                )
+                found = f"{given!s:.60} of turn {number} has no effect on preference data: remove it"
+                raise self._bad("wrong_format", found)
         return [
             {**turn, "weight": 0} if turn["role"] == "assistant" and number < first else turn
             for number, turn in enumerate(turns)

@@ -178,7 +178,7 @@ class BatchBuilder:
     def documents(self, index: int) -> list[Sample]:
         """Return the documents of a row as :meth:`prepare` makes them: two for a pair, else one.
 
-        None at all if the row cannot be used, which is recorded.
+        The list is empty if the row cannot be used, which is recorded.
         """
         key = partial(self.samples.key, index)
         # With shard_data each rank has its own indices: keys differ.

@@ -164,6 +164,8 @@ def test_what_is_found_in_the_prompt_is_recorded_once() -> None:
             "wrong_format",
             "no effect",
         ),
+        ({"chosen": [{"role": ["user"]}], "rejected": [{"role": ["user"]}]}, "wrong_format", "no prompt"),
+        ({"messages": [3], "rejected_response": "b"}, "wrong_format", "without a chosen answer"),
         ({"messages": [QUESTION, GOOD]}, "no_preference", 'task="sft"'),
         ({"prompt": "a", "completion": "b"}, "no_preference", "the row has prompt, completion"),
     ],
