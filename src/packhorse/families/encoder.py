@@ -647,7 +647,7 @@ class Encoder(ChatProcessor):
         options = dict(conversation.chat_template_kwargs)
         if conversation.tools:
             options["tools"] = list(conversation.tools)
-        return self.with_template_kwargs(options)
+        return self.with_template_kwargs(options) if options else self
 
     def check_tools(self, conversation: Conversation) -> None:
         """Raise if the conversation has tools, calls or results that the chat template does not write."""

@@ -22,7 +22,7 @@ from packhorse.formats.conversation import (
     parse_documents,
     preference_data,
 )
-from packhorse.formats.row_format import Layout, RowFormat, layout_of
+from packhorse.formats.row_format import Layout, RowFormat, Tags, row_layout
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.media import describe, resolve
 from packhorse.media.settings import with_dataset_settings
@@ -105,10 +105,21 @@ def convert_row(
         BadSample: the row is no conversation in this format, or not for this task.
     """
     try:
-        layout = layout_of(row, rules)
+        layout = row_layout(row, rules)
     except BadSample as error:
         raise error.with_key(key) from None
     return _Conversion(row, rules, layout, key, dataset, record).result()
+
+
+def turn_names(tags: Tags, turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the names of the role and the content of a turn; None for one that it lacks."""
+    role: str | None = tags.role_tag or "role"
+    content: str | None = tags.content_tag or "content"
+    if role not in turn:
+        role = "from" if tags.role_tag is None and "from" in turn else None
+    if content not in turn:
+        content = "value" if tags.content_tag is None and "value" in turn else None
+    return role, content
 
 
 class _Conversion:
@@ -126,6 +137,7 @@ class _Conversion:
         self.row, self.rules, self.layout = row, rules, layout
         self.key, self.dataset, self.record = key, dataset, record
         self.roles = rules.tags.roles()
+        self.values = {part: row.get(column) for part, column in layout.columns.items()}
         self.has_ready_parts = False
         self.media: dict[str, Iterator[Any]] = {}
 
@@ -249,7 +261,7 @@ class _Conversion:
         return [*prompt, *answer]
 
     def _role_of(self, turn: Any) -> str | None:
-        role, _ = self.rules.tags.of_turn(turn) if isinstance(turn, Mapping) else (None, None)
+        role, _ = turn_names(self.rules.tags, turn) if isinstance(turn, Mapping) else (None, None)
         return None if role is None else self.roles.get(turn[role])
 
     def _train_from(self, turns: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
@@ -272,9 +284,9 @@ class _Conversion:
     def _settings(self) -> dict[str, Any]:
         """Return what applies to the whole conversation, if it is not the default."""
         rules, settings = self.rules, dict[str, Any]()
-        if (tools := self.layout.get(self.row, "tools")) not in (None, "", []):
+        if (tools := self.values.get("tools")) not in (None, "", []):
             settings["tools"] = self._tools(tools)
-        weight = self.layout.get(self.row, "weight")
+        weight = self.values.get("weight")
         if weight is not None and not is_weight(weight):
             raise self._bad("wrong_format", f"weight is {weight!r:.40}, expected a number of 0 or more")
         weight = rules.weight * (1.0 if weight is None else float(weight))
@@ -326,7 +338,7 @@ class _Conversion:
             return self._prompt_turns(answered)
         if "messages" not in self.layout.columns:
             return []  # a pair of whole conversations
-        name = self.layout["messages"]
+        name = self.layout.columns["messages"]
         turns = self.row[name]
         if turns is None:
             return []
@@ -339,7 +351,7 @@ class _Conversion:
     def _prompt_turns(self, answered: bool) -> list[Any]:
         """Return the turns of a row with a prompt and its answer; each may be a list of turns itself."""
         prompt, query, response, history = (
-            self.layout.get(self.row, part) for part in ("prompt", "query", "response", "history")
+            self.values.get(part) for part in ("prompt", "query", "response", "history")
         )
         turns: list[Any] = []
         for number, pair in enumerate(history or []):
@@ -353,13 +365,13 @@ class _Conversion:
             prompt = f"{prompt}\n{query}" if prompt else query
         for role, content in (("user", prompt), ("assistant", response))[: 1 + answered]:
             if content is not None or self.rules.task == "sft":
-                turns += content if self._is_turns(content) else [{"role": role, "content": content}]
+                turns += content or () if self._is_turns(content) else [{"role": role, "content": content}]
         return turns
 
     def _is_turns(self, content: Any) -> bool:
         """Return whether a value is a list of messages, not of the parts of one."""
         return isinstance(content, list | tuple) and any(
-            isinstance(turn, Mapping) and self.rules.tags.of_turn(turn)[0] is not None for turn in content
+            isinstance(turn, Mapping) and turn_names(self.rules.tags, turn)[0] is not None for turn in content
         )
 
     def _turn(self, number: int, turn: Any) -> dict[str, Any] | None:
@@ -397,7 +409,7 @@ class _Conversion:
 
     def _tags_of(self, number: int, turn: Any) -> tuple[str, str]:
         """Return the names of a turn's role and content."""
-        role, content = self.rules.tags.of_turn(turn) if isinstance(turn, Mapping) else (None, None)
+        role, content = turn_names(self.rules.tags, turn) if isinstance(turn, Mapping) else (None, None)
         if content is None and role is not None and turn.get("tool_calls"):
             content = "content"
         if role is None or content is None:
@@ -430,7 +442,7 @@ class _Conversion:
 
     def _add_system(self, conversation: list[dict[str, Any]]) -> None:
         """Put the row's or the dataset's system prompt in front, unless there is a system turn."""
-        system = self.layout.get(self.row, "system")
+        system = self.values.get("system")
         if system is not None and not isinstance(system, str):
             raise self._bad("wrong_format", f"the system prompt is {_summary(system)}, expected text")
         text = system or self.rules.system
@@ -582,7 +594,7 @@ class _Conversion:
             user["content"] = [*left, *user["content"]]
 
     def _entries(self, part: str) -> list[Any]:
-        entries = self.layout.get(self.row, part)
+        entries = self.values.get(part)
         if isinstance(entries, list):
             return entries
         return [] if _is_nothing(entries) else [entries]

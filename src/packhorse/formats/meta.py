@@ -25,7 +25,7 @@ import numpy as np
 from packhorse.errors import BadSample, ConfigError, list_some, naming, suggest
 from packhorse.formats import llama_factory
 from packhorse.formats.convert import convert_row
-from packhorse.formats.row_format import FoundFormat, RowFormat, find_format, layout_of
+from packhorse.formats.row_format import FoundFormat, RowFormat, find_format, row_layout
 from packhorse.formats.summary import (
     MetaExamples,
     add_stats,
@@ -631,7 +631,7 @@ def check_rows_format(rows: Mapping[str, Mapping[str, Any]], rules: RowFormat) -
     unknown: list[BadSample] = []
     for key, row in rows.items():
         try:
-            layout_of(row, rules)
+            row_layout(row, rules)
             example = convert_row(row, rules, key=key, dataset="", record=findings.record)
         except BadSample as error:
             if error.key and error.reason not in _OTHER_TASK:

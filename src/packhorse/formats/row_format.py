@@ -1,7 +1,7 @@
 """Row formats: under which names the rows of a dataset keep turns, media, tools and weights.
 
 People's datasets spell the same conversation in many ways. :class:`RowFormat` holds what the user declares;
-:func:`layout_of` finds the rest by the names in a row, so every row is read by its own names, in any order
+:func:`row_layout` finds the rest by the names in a row, so every row is read by its own names, in any order
 and in any process. The spellings are one table, ``_ALIASES``.
 """
 
@@ -104,16 +104,6 @@ class Tags:
         }
         roles = {name: role for role, names in ROLES.items() if declared[role] is None for name in names}
         return roles | {name: role for role, name in declared.items() if name is not None}
-
-    def of_turn(self, turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
-        """Return the names of the role and the content of a turn; None for one that it lacks."""
-        role: str | None = self.role_tag or "role"
-        content: str | None = self.content_tag or "content"
-        if role not in turn:
-            role = "from" if self.role_tag is None and "from" in turn else None
-        if content not in turn:
-            content = "value" if self.content_tag is None and "value" in turn else None
-        return role, content
 
 
 _REFERENCE_COLUMNS = Columns("messages", "images", "videos", "audios")
@@ -237,16 +227,8 @@ class Layout:
     unused: tuple[str, ...]
     preference: Mapping[str, str]
 
-    def __getitem__(self, part: str) -> str:
-        return self.columns[part]
 
-    def get(self, row: Mapping[str, Any], part: str) -> Any:
-        """Return a part of a row; None if it has none."""
-        column = self.columns.get(part)
-        return None if column is None else row.get(column)
-
-
-def layout_of(row: Mapping[str, Any], rules: RowFormat) -> Layout:
+def row_layout(row: Mapping[str, Any], rules: RowFormat) -> Layout:
     """Return where a row keeps its parts.
 
     Raises:
@@ -369,7 +351,7 @@ def find_format(rows: Iterable[Mapping[str, Any]], rules: RowFormat) -> FoundFor
     found = FoundFormat()
     for row in rows:
         with suppress(BadSample):
-            layout = layout_of(row, rules)
+            layout = row_layout(row, rules)
             parts = {**layout.columns, **layout.preference}
             columns = frozenset((layout.format, part, column) for part, column in parts.items())
             read = layout.preference.values() if rules.task == "preference" else ()

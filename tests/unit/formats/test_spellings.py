@@ -14,7 +14,7 @@ from PIL import Image
 from packhorse.errors import BadSample
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.convert import convert_row
-from packhorse.formats.row_format import FoundFormat, RowFormat, find_format, layout_of
+from packhorse.formats.row_format import FoundFormat, RowFormat, find_format, row_layout
 from packhorse.ledger import Ledger
 from raising import raises_bad_sample, raises_config
 
@@ -256,8 +256,8 @@ def test_reasoning_is_kept_or_removed(policy: str, left: str) -> None:
 
 def test_what_nothing_reads_is_listed() -> None:
     row = {"messages": turns(), "id": 7, "source": "web", "images": None}
-    assert layout_of(row, RowFormat()).unused == ("id", "source")
-    assert layout_of(
+    assert row_layout(row, RowFormat()).unused == ("id", "source")
+    assert row_layout(
         {"prompt": "a", "completion": "b", "messages": None, "score": 1}, RowFormat()
     ).unused == ("score",)
 

@@ -16,9 +16,9 @@ from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.errors import BadSample
 from packhorse.families.encoder import PROCESSOR_ERRORS
 from packhorse.formats.conversation import parse_documents
-from packhorse.formats.convert import PLACEHOLDER, convert_row
+from packhorse.formats.convert import PLACEHOLDER, convert_row, turn_names
 from packhorse.formats.meta import DatasetConfig
-from packhorse.formats.row_format import ROLES, Layout, RowFormat, layout_of
+from packhorse.formats.row_format import ROLES, Layout, RowFormat, row_layout
 from packhorse.rows.row_files import Row
 from packhorse.tools.check.rules import RULES, Violation, violation
 from packhorse.types import MEDIA_KINDS, Conversation, Drop, MediaKind, MediaRef, Message, TextPart
@@ -89,7 +89,7 @@ def repair_row(row: Row, rules: RowFormat) -> tuple[Row, list[str], str] | None:
     None if there is nothing to repair.
     """
     try:
-        layout = layout_of(row, rules)
+        layout = row_layout(row, rules)
     except BadSample:
         return None
     column = layout.columns.get("messages", "")
@@ -106,7 +106,7 @@ def _repair_role(
     turn: Mapping[str, Any], number: int, rules: RowFormat, done: list[str]
 ) -> Mapping[str, Any]:
     """Return the turn with a name that the dataset uses for its role."""
-    (tag, _), names = rules.tags.of_turn(turn), rules.tags.roles()
+    (tag, _), names = turn_names(rules.tags, turn), rules.tags.roles()
     role = turn.get(tag) if tag is not None else None
     if tag is None or not isinstance(role, str) or role in names:
         return turn
@@ -124,7 +124,7 @@ def _add_placeholders(
     """Put placeholders of media kinds that no user turn mentions at the beginning of the first one."""
     roles, texts = rules.tags.roles(), dict[int, Any]()
     for number, turn in enumerate(turns):
-        role, content = rules.tags.of_turn(turn)
+        role, content = turn_names(rules.tags, turn)
         if role is not None and content is not None and roles.get(str(turn[role])) == "user":
             texts[number] = turn[content]
     if not texts or not all(isinstance(text, str) for text in texts.values()):
@@ -132,7 +132,7 @@ def _add_placeholders(
     first = min(texts)
     front = ""
     for kind in MEDIA_KINDS:
-        entries = layout.get(row, f"{kind}s")
+        entries = row.get(layout.columns.get(f"{kind}s", ""))
         entries = entries if isinstance(entries, list) else [entries]
         media = sum(entry is not None and entry != "" for entry in entries)
         mentioned = any(re.search(f"<{kind}>", text, re.IGNORECASE) for text in texts.values())
@@ -141,7 +141,7 @@ def _add_placeholders(
             done.append(f"turn {first}: {media} <{kind}> put in front")
     if not front:
         return turns
-    tag = rules.tags.of_turn(turns[first])[1] or "content"
+    tag = turn_names(rules.tags, turns[first])[1] or "content"
     changed = {**turns[first], tag: f"{front}\n{texts[first]}"}
     return [changed if number == first else turn for number, turn in enumerate(turns)]
 
