@@ -13,7 +13,7 @@ from packhorse.errors import BadSample, data_errors
 from packhorse.formats.meta import open_meta_dataset
 from packhorse.ledger import Ledger
 from packhorse.tools.to_jsonl import write_jsonl
-from packhorse.types import MEDIA_KINDS
+from packhorse.types import MEDIA_KINDS, Task
 
 KINDS = st.sampled_from(MEDIA_KINDS)
 WORDS = st.sampled_from(
@@ -161,15 +161,30 @@ def with_content(value: Any, folder: Path) -> Any:
     return value
 
 
-@settings(max_examples=300, deadline=None)
-@given(rows=st.lists(ROWS, max_size=4), entry=SETTINGS)
-def test_reading_the_output_gives_the_same_examples(
-    rows: list[dict[str, Any]], entry: dict[str, Any]
-) -> None:
+ANSWERS = st.one_of(TEXTS, st.builds(lambda text: [{"role": "assistant", "content": text}], TEXTS))
+PROMPTS = st.lists(st.one_of(TURNS, CALL_TURNS), max_size=3)
+PAIRS = st.builds(
+    lambda turns, columns: {**columns, **turns},
+    st.one_of(
+        st.builds(
+            lambda prompt, chosen, rejected: {"prompt": prompt, "chosen": chosen, "rejected": rejected},
+            st.one_of(CONTENTS, PROMPTS),
+            ANSWERS,
+            ANSWERS,
+        ),
+        st.builds(lambda turns, other: {"messages": turns, "rejected_response": other}, PROMPTS, TEXTS),
+        st.builds(lambda turns, label: {"messages": turns, "label": label}, PROMPTS, st.booleans()),
+    ),
+    COLUMNS,
+)
+GOOD_PAIR = {"prompt": "Who?", "chosen": "Me.", "rejected": "You."}
+
+
+def check(rows: list[dict[str, Any]], entry: dict[str, Any], task: Task) -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "images").mkdir()
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [GOOD, *rows]))
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         meta = {
             "rows": {
                 **entry,
@@ -177,14 +192,30 @@ def test_reading_the_output_gives_the_same_examples(
                 "media_dir": str(folder / entry["media_dir"]),
             }
         }
-        converted = write_jsonl(meta, folder / "out.jsonl")
-        expected = readable(open_meta_dataset(meta))
+        converted = write_jsonl(meta, folder / "out.jsonl", task=task)
+        expected = readable(open_meta_dataset(meta, task=task))
         read_as = {"file_name": str(folder / "out.jsonl"), "media_dir": str(folder), **converted.options}
         again = open_meta_dataset({"rows": read_as})
         assert with_content(list(again), folder) == with_content(expected, folder)
         entries = Ledger.load(converted.ledger)
         (dataset,) = converted.datasets
-        assert (dataset.rows, dataset.written) == (len(open_meta_dataset(meta)), len(expected))
+        assert (dataset.rows, dataset.written) == (len(open_meta_dataset(meta, task=task)), len(expected))
         assert dataset.dropped == dataset.rows - dataset.written
         lost = {drop.key for drop in entries if drop.action == "dropped" and drop.reason != "not_sampled"}
         assert len(lost) == dataset.dropped
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows=st.lists(ROWS, max_size=4), entry=SETTINGS)
+def test_reading_the_output_gives_the_same_examples(
+    rows: list[dict[str, Any]], entry: dict[str, Any]
+) -> None:
+    check([GOOD, *rows], entry, "sft")
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows=st.lists(PAIRS, max_size=4), entry=SETTINGS.filter(lambda entry: "weight" not in entry))
+def test_reading_the_output_gives_the_same_pairs_and_labels(
+    rows: list[dict[str, Any]], entry: dict[str, Any]
+) -> None:
+    check([GOOD_PAIR, *rows], entry, "preference")

@@ -32,6 +32,7 @@ def convert(
     ],
     out: Annotated[str, typer.Argument(help="The new file, train.jsonl for example.", metavar="OUT")],
     datasets: terminal.DATASETS = None,
+    task: terminal.TASK = None,
     media_dir: Annotated[
         Path | None,
         terminal.text("DIR", "Write paths in this folder relative to it; default: the folder of OUT."),
@@ -52,6 +53,7 @@ def convert(
                 source,
                 out,
                 dataset_names=datasets or None,
+                task=terminal.task_of(task),
                 media_dir=media_dir,
                 overwrite=overwrite,
                 progress=progress,
@@ -80,5 +82,8 @@ def _print(converted: Converted) -> None:
     files = f", {terminal.number_of(converted.media_files, 'media file')}" if converted.media_files else ""
     out.line(f"wrote {converted.out} ({terminal.number_of(total['written'], 'row')}){files}")
     out.line(f"{converted.ledger} lists what was dropped or changed")
-    if converted.options:
-        out.line(f"read it with dataset_options={dict(converted.options)!r}")
+    options = dict(converted.options)
+    read_with = [f"task={options.pop('task')!r}"] if "task" in options else []
+    read_with += [f"dataset_options={options!r}"] if options else []
+    if read_with:
+        out.line(f"read it with {', '.join(read_with)}")

@@ -28,7 +28,7 @@ from packhorse.formats.row_format import FoundFormat, RowFormat, find_format
 from packhorse.ledger import Ledger, entry_line
 from packhorse.media.source import LmdbEntry, is_address, locate
 from packhorse.rows.row_files import Row
-from packhorse.types import MEDIA_KINDS, Drop
+from packhorse.types import MEDIA_KINDS, Drop, Task
 from packhorse.utils.files import write_atomic
 from packhorse.utils.progress import OnProgress, Progress
 
@@ -36,8 +36,7 @@ _SUFFIX = ".jsonl"
 _MEDIA = "media"
 _BLOCK = 256  # rows between two calls of progress
 _MARKED_ROLES = ("user", "tool")
-_OWN_FORMAT = RowFormat(allow_http=True)
-_OF_ROW = ("tools", "weight", "mm_inputs_meta", "_text_tokens", "_injected_fake")
+_OF_ROW = ("tools", "weight", "label", "mm_inputs_meta", "_text_tokens", "_injected_fake")
 _OF_DATASET = ("chat_template_kwargs", "reasoning")  # fields of an example that no row has
 _OF_ENTRY = frozenset({"type", "path", "url", "bytes", "base64", "data", *MEDIA_KINDS})
 
@@ -116,6 +115,7 @@ def write_jsonl(
     out: str | os.PathLike[str],
     *,
     dataset_names: Sequence[str] | None = None,
+    task: Task | None = None,
     media_dir: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     progress: OnProgress | None = None,
@@ -127,6 +127,7 @@ def write_jsonl(
         out: ``train.jsonl``, for example. The ledger is then ``train.ledger.jsonl``, and media that are bytes
             in the rows become files of the folder ``media`` next to it.
         dataset_names: only these datasets.
+        task: what the rows are for, ``"sft"`` or ``"preference"``; None for what each dataset says.
         media_dir: paths inside this folder are written relative to it, others as absolute ones. None for the
             folder of ``out``, where the paths of a data file start.
         overwrite: replace an existing file.
@@ -141,7 +142,7 @@ def write_jsonl(
     ledger_file, own_folder = target.with_suffix(f".ledger{_SUFFIX}"), Path(os.path.abspath(target.parent))
     folder = own_folder if media_dir is None else Path(os.path.abspath(media_dir))
     opening = Ledger()
-    dataset = open_meta_dataset(source, dataset_names, ledger=opening)
+    dataset = open_meta_dataset(source, dataset_names, task=task, ledger=opening)
     if not dataset.sources:
         raise ConfigError(f"{source}: it lists no dataset", setting="source", value=str(source))
     for each in dataset.sources:
@@ -189,6 +190,7 @@ def _common_options(sources: Sequence[Source]) -> dict[str, Any]:
     """Return the settings of the datasets that are no fields of rows; raise if they differ."""
     different = [
         {
+            **({"task": rules.task} if rules.task != "sft" else {}),
             **({"reasoning": rules.reasoning} if rules.reasoning == "mask" else {}),
             **({"chat_template_kwargs": options} if (options := dict(rules.chat_template_kwargs)) else {}),
         }
@@ -248,7 +250,7 @@ class _Writer:
                     raise row.with_key(key)
                 numbers.found |= find_format([row], rules)
                 example = convert_row(row, rules, key=key, dataset=numbers.name, record=record)
-                line = self._line(example, key)
+                line = self._line(example, rules.task, key)
             except BadSample as error:
                 numbers.dropped += 1
                 record(error.as_drop(dataset=numbers.name))
@@ -257,12 +259,15 @@ class _Writer:
             numbers.written += 1
             yield line
 
-    def _line(self, example: Mapping[str, Any], key: str) -> bytes:
+    def _line(self, example: Mapping[str, Any], task: Task, key: str) -> bytes:
         """Return the line of an example; raise if reading it would give another one."""
         stored = {name: value for name, value in example.items() if name not in _OF_DATASET}
-        stored["conversation"] = [self._with_files(turn) for turn in example["conversation"]]
+        for name in ("conversation", "rejected"):
+            if name in stored:
+                stored[name] = [self._with_files(turn) for turn in stored[name]]
         line = _dump(row_of(stored), key)
-        again = convert_row(json.loads(line), _OWN_FORMAT, key=key, dataset="", record=_ignore)
+        own_format = RowFormat(allow_http=True, task=task)
+        again = convert_row(json.loads(line), own_format, key=key, dataset="", record=_ignore)
         if again != stored:
             detail = "a row of Packhorse's own format cannot hold it without a change"
             raise BadSample(detail, reason="wrong_format", key=key, stage="convert")
@@ -282,12 +287,16 @@ class _Writer:
 def row_of(example: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of an example whose media are paths.
 
-    A turn is a text with markers, or a list of typed parts where these would be ambiguous.
+    A turn is a text with markers, or a list of typed parts where these would be ambiguous. A pair has
+    ``prompt``, ``chosen`` and ``rejected``, with typed parts.
 
     >>> row_of({"conversation": [{"role": "user", "content": [
     ...     {"type": "image", "image": "1.png"}, {"type": "text", "text": "What is it?"}]}]})
     {'messages': [{'role': 'user', 'content': '<image>What is it?'}], 'images': ['1.png']}
     """
+    others = {name: example[name] for name in _OF_ROW if name in example}
+    if "rejected" in example:
+        return {**_pair_of(example["conversation"], example["rejected"]), **others}
     columns: dict[str, list[Any]] = {kind: [] for kind in MEDIA_KINDS}
     turns = []
     for turn in example["conversation"]:
@@ -298,8 +307,19 @@ def row_of(example: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "messages": turns,
         **{f"{kind}s": entries for kind, entries in columns.items() if entries},
-        **{name: example[name] for name in _OF_ROW if name in example},
+        **others,
     }
+
+
+def _pair_of(chosen: Sequence[Any], rejected: Sequence[Any]) -> dict[str, Any]:
+    """Return the turns of a pair: those in common up to the first answer that is not, and both answers."""
+    answers = [
+        number for number, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other
+    ]
+    first = answers[0] if answers else min(len(chosen), len(rejected)) - 1
+    while first > 0 and chosen[first - 1]["role"] == "assistant":
+        first -= 1
+    return {"prompt": chosen[:first], "chosen": chosen[first:], "rejected": rejected[first:]}
 
 
 def _content_of(role: str, parts: Sequence[Mapping[str, Any]]) -> tuple[Any, list[tuple[str, Any]]]:

@@ -204,6 +204,34 @@ def test_settings_that_no_row_has_are_named(tmp_path: Path) -> None:
         write_jsonl({"a": entry, "b": {**entry, **kwargs}}, tmp_path / "both.jsonl")
 
 
+def test_preference_data_keeps_both_answers_and_labels(tmp_path: Path) -> None:
+    question = {"role": "user", "content": f"<image>{QUESTION}"}
+    earlier = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]
+    rows: list[Any] = [
+        {"messages": [question, {"role": "assistant", "content": ANSWER}], "rejected_response": "A cat."},
+        {
+            "prompt": [*earlier, question],
+            "chosen": ANSWER,
+            "rejected": [{"role": "assistant", "content": "No."}],
+        },
+        {"messages": [*earlier, question, {"role": "assistant", "content": ANSWER}], "label": False},
+        {"prompt": "Who?", "chosen": "Me."},
+    ]
+    write_rows(tmp_path / "pairs.jsonl", [{**row, "images": ["1.png"]} for row in rows])
+    assert run(tmp_path / "pairs.jsonl", tmp_path / "out.jsonl").exit_code == 2
+    result = run(tmp_path / "pairs.jsonl", tmp_path / "out.jsonl", "--task", "preference")
+    assert result.exit_code == 1, result.output
+    assert "pairs: 1 wrong_format\n" in result.stdout
+    assert "read it with task='preference'\n" in result.stdout
+    pair, longer, labelled = lines(tmp_path / "out.jsonl")
+    assert [list(row) for row in (pair, longer)] == [["prompt", "chosen", "rejected"]] * 2
+    assert (labelled["label"], labelled["images"]) == (False, ["1.png"])
+    source, again = (
+        open_meta_dataset(str(tmp_path / name), task="preference") for name in ("pairs.jsonl", "out.jsonl")
+    )
+    assert list(again) == [source[index] for index in range(3)]
+
+
 def test_an_existing_file_is_kept_unless_it_may_be_replaced(tmp_path: Path) -> None:
     meta = write_chats(tmp_path, 3)
     out = tmp_path / "out.jsonl"
