@@ -134,6 +134,8 @@ SETTINGS = st.fixed_dictionaries(
         "reasoning": st.sampled_from(["mask", "drop"]),
         "chat_template_kwargs": st.just({"enable_thinking": False}),
         "media_position": st.just("first"),
+        "max_pixels": st.just(1003520),
+        "fps": st.just(2),
         "sample_ratio": st.sampled_from([0.5, 2.0]),
     },
 )
