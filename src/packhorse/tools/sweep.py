@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from packhorse.count.columns import CountColumns, MediaColumns
+from packhorse.count.columns import CountColumns
 from packhorse.count.sidecar import Sidecar, sidecar_locations
 from packhorse.errors import BadSample, ConfigError, suggest
 from packhorse.families import Encoder
@@ -20,7 +20,7 @@ from packhorse.formats.meta import MetaDataset, Source
 from packhorse.media import VideoInfo
 from packhorse.media.settings import DATASET_SETTINGS, size_settings, with_dataset_settings
 from packhorse.tools.view.plan_report import VERSION, epoch_cost
-from packhorse.tools.view.saved_plan import PlanRequest, PlanResult, make_plan
+from packhorse.tools.view.saved_plan import PlanRequest, PlanResult, make_plan, open_request
 from packhorse.types import MEDIA_KINDS, Integers, MediaKind
 
 SWEPT = (
@@ -55,18 +55,19 @@ def sweep_report(request: PlanRequest, name: str, values: Sequence[int]) -> dict
     it. A value replaces that of every dataset, and a setting of a dataset that contradicts it is dropped;
     media items with a value of their own keep it.
     """
-    now = make_plan(request)
-    dataset, encoder = now.opened.dataset, now.opened.encoder
+    opened = open_request(request)
+    dataset, encoder = opened.dataset, opened.encoder
     if not isinstance(dataset, MetaDataset):
         raise ConfigError.of("sweep", name, "it needs the count files of a meta file or a data file")
-    encoder.check_dataset_settings("", {name: values[0]})
+    for value in values:
+        encoder.check_dataset_settings("", {name: value})
+    now = make_plan(request, opened)
     cost = epoch_cost(now)
     reports = [_report(None, now, cost)]
-    counted = [_read_counts(source, sidecar) for source, sidecar in _sidecars(dataset, encoder)]
+    datasets = [_DatasetCounts(source, sidecar) for source, sidecar in _sidecars(dataset, encoder)]
     for value in values:
-        parts = [_recount(part, encoder, name, value) for part in counted]
-        planned = make_plan(request, now.opened, CountColumns.concat(parts))
-        reports.append(_report(value, planned, cost))
+        counts = CountColumns.concat([_recount(part, encoder, name, value) for part in datasets])
+        reports.append(_report(value, make_plan(request, opened, counts), cost))
     kind, setting = DATASET_SETTINGS[name]
     return {
         "version": VERSION,
@@ -76,7 +77,7 @@ def sweep_report(request: PlanRequest, name: str, values: Sequence[int]) -> dict
         "setting": name,
         "kind": kind,
         "items": int(getattr(now.counts, f"{kind}s").sum()),
-        "items_with_own": sum(part.items_with(kind, setting) for part in counted),
+        "items_with_own": sum(part.items_with(kind, setting) for part in datasets),
         "values": reports,
     }
 
@@ -109,16 +110,19 @@ def _sidecars(dataset: MetaDataset, encoder: Encoder) -> Iterator[tuple[Source, 
         yield source, sidecar
 
 
-class _Counted:
+class _DatasetCounts:
     """The counts of one dataset, and its media by kind, size and settings, each combination once."""
 
-    def __init__(self, source: Source, columns: CountColumns, media: MediaColumns) -> None:
+    def __init__(self, source: Source, sidecar: Sidecar) -> None:
         self.rules, self.rows = source.config.rules.media_settings, source.selection.rows()
-        self.columns, self.media = columns, media
-        texts, codes = np.unique(media.settings.astype(str), return_inverse=True)
-        table = np.stack([*(getattr(media, field) for field in _ITEM), codes.reshape(-1)], axis=1)
-        self.items, self.item_of = np.unique(table.astype(np.int64), axis=0, return_inverse=True)
-        self.settings = [self._own_settings(json.loads(text)) if text else {} for text in texts.tolist()]
+        self.columns, self.media = sidecar.columns(), sidecar.media()
+        numbers: dict[str, int] = {}  # of different settings, of which there are few
+        codes = [numbers.setdefault(text, len(numbers)) for text in self.media.settings]
+        columns = [*(getattr(self.media, field) for field in _ITEM), np.array(codes, np.int64)]
+        table = np.stack(columns, axis=1).astype(np.int64)
+        self.items, item_of = np.unique(table, axis=0, return_inverse=True)
+        self.item_of = item_of.reshape(-1)
+        self.settings = [self._own_settings(json.loads(text)) if text else {} for text in numbers]
 
     def _own_settings(self, settings: dict[str, int]) -> dict[str, dict[str, int]]:
         """Return by kind the settings that are not those of the dataset."""
@@ -135,22 +139,18 @@ class _Counted:
     def items_with(self, kind: MediaKind, setting: str) -> int:
         """Return how many media items have a value of their own for a setting."""
         own = [MEDIA_KINDS[int(item[0])] == kind and setting in self.own(item) for item in self.items]
-        return int(np.asarray(own, np.bool_)[self.item_of.reshape(-1)].sum()) if own else 0
+        of_media = np.array(own, np.int64)[self.item_of]
+        return int(_row_sums(self.media.offsets, of_media)[self.rows].sum())
 
 
-def _read_counts(source: Source, sidecar: Sidecar) -> _Counted:
-    return _Counted(source, sidecar.columns(), sidecar.media())
-
-
-def _recount(counted: _Counted, encoder: Encoder, name: str, value: int) -> CountColumns:
+def _recount(dataset: _DatasetCounts, encoder: Encoder, name: str, value: int) -> CountColumns:
     """Return the counts of a dataset's rows with another value of a setting."""
     kind, _ = DATASET_SETTINGS[name]
-    columns, media, items = counted.columns, counted.media, counted.items
-    item_of = counted.item_of.reshape(-1)
-    others = {key: setting for key, setting in counted.rules.items() if key != name}
+    columns, media, items, item_of = dataset.columns, dataset.media, dataset.items, dataset.item_of
+    others = {key: setting for key, setting in dataset.rules.items() if key != name}
     new = np.zeros((len(items), 2), np.int64)  # tokens and patches of each
     for index in np.flatnonzero(items[:, 0] == MEDIA_KINDS.index(kind)).tolist():
-        options = with_dataset_settings(kind, counted.own(items[index]), {name: value})
+        options = with_dataset_settings(kind, dataset.own(items[index]), {name: value})
         options = with_dataset_settings(kind, options, others)
         new[index] = _item_counts(kind, items[index], options, encoder)
     is_swept = media.kind == MEDIA_KINDS.index(kind)
@@ -160,7 +160,7 @@ def _recount(counted: _Counted, encoder: Encoder, name: str, value: int) -> Coun
         kind: getattr(columns, kind) + _row_sums(media.offsets, tokens - media.tokens),
         "patches": columns.patches + _row_sums(media.offsets, patches - media.patches),
     }
-    return replace(columns, **changed).take(counted.rows)
+    return replace(columns, **changed).take(dataset.rows)
 
 
 def _item_counts(

@@ -470,6 +470,13 @@ def test_a_sweep_reads_no_row_and_no_media_header(charts: Path, saved: str, tmp_
     assert not list(copy.glob("*.phplan"))
 
 
+def test_a_sweep_over_rows_without_media_changes_nothing(saved: str, tmp_path: Path) -> None:
+    report = sweep(write_chats(tmp_path / "chats", 10), saved, "max_pixels=20000")
+    now, swept = report["values"]
+    assert {**now, "value": 20_000} == swept
+    assert (report["items"], report["items_with_own"]) == (0, 0)
+
+
 def test_a_sweep_is_a_table_with_a_line_about_each_column(charts: Path, saved: str) -> None:
     result = run(charts, saved, "--sweep", "max_pixels=12000,50000")
     assert result.exit_code == 0, result.output
