@@ -42,7 +42,7 @@ _NOT_READ = ("om_hub_url", "script_url", "cloud_file_name")
 
 def is_entry(entry: object) -> bool:
     """Return whether an entry of a meta file is one of LLaMA-Factory."""
-    return isinstance(entry, Mapping) and any(key in entry for key in (*KEYS, "subset", "num_samples"))
+    return isinstance(entry, Mapping) and any(key in entry for key in (*KEYS, "subset"))
 
 
 def meta_entry(entry: Mapping[str, Any], folder: str) -> dict[str, Any]:

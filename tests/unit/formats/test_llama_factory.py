@@ -125,3 +125,11 @@ def test_preference_data_is_rejected_when_it_is_opened(tmp_path: Path) -> None:
     rows = [{"instruction": QUESTION, "good": ANSWER, "bad": "You."}]
     with pytest.raises(ConfigError, match="preference data"):
         open_meta_dataset(write(tmp_path, {"mine": entry}, rows=rows))
+
+
+def test_an_entry_of_a_meta_file_may_limit_its_samples_without_being_one_of_llama_factory(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps([OPENAI] * 5))
+    meta = {"mine": {"file_name": str(tmp_path / "rows.json"), "num_samples": 2, "strict": True}}
+    assert len(open_meta_dataset(meta)) == 2
