@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "the token before an answer is supervised too",
         "chat.py",
-        "bisect.bisect_right(tokens.ends, span[0])",
+        "bisect.bisect_left(tokens.starts, span[0])",
         "bisect.bisect_left(tokens.ends, span[0])",
         ("tests/unit/test_chat.py", "tests/contract/test_tokenized.py"),
     ),
@@ -76,10 +76,10 @@ MUTANTS = (
         ("tests/unit/integrations/test_token_loss.py",),
     ),
     Mutant(
-        "the gradient has no weights",
+        "the gradient is that of the first token's factor",
         "integrations/loss.py",
-        "outer.expand(len(rows)) if factors is None else outer * factors",
-        "outer.expand(len(rows))",
+        "shares.mul_(-scale[:, None])",
+        "shares.mul_(-scale[:1, None])",
         ("tests/unit/integrations/test_token_loss.py",),
     ),
     Mutant(

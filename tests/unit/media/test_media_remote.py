@@ -295,7 +295,9 @@ def row(image: str) -> dict[str, Any]:
 def write_data(folder: Path, images: list[str], **entry: Any) -> Path:
     (folder / "good.png").write_bytes(png())
     write_rows(folder / "photos.jsonl", [row(image) for image in images])
-    return write_meta(folder, {"photos": {"file_name": "photos.jsonl", "media_dir": ".", **entry}})
+    return write_meta(
+        folder, {"photos": {"file_name": "photos.jsonl", "media_dir": ".", "allow_http": True, **entry}}
+    )
 
 
 def load(meta: Path, qwen: Any) -> packhorse.Loader:
