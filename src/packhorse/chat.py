@@ -133,7 +133,7 @@ class ChatProcessor:
         """Return a copy that renders with these options for the template; itself without any."""
         if not options:
             return self
-        key = json.dumps(options, sort_keys=True, default=str)
+        key = json.dumps(options, default=repr)  # in their order: templates write tools as they are
         if key not in self._with_kwargs:
             if len(self._with_kwargs) >= _MAX_OPTIONS:
                 self._with_kwargs.clear()

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 if TYPE_CHECKING:
@@ -337,7 +338,7 @@ class TokenCount:
 
 def is_weight(value: object) -> bool:
     """Return whether a value can be a factor for the loss: a finite number of 0 or more, or a boolean."""
-    return isinstance(value, int | float) and 0 <= value < float("inf")
+    return isinstance(value, Real) and 0 <= float(value) < float("inf")
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,3 +295,34 @@ def test_weights_of_rows_and_turns_are_weights_of_tokens() -> None:
         assert counted.count.supervised == (len(chosen) if weight else 0)
     plain = encoder.encode(parse_conversation({"conversation": ROWS["no call"]}, "a/0"))
     assert encoder.label_sample(plain, "a/0").loss_weights is None
+
+
+def test_tools_are_written_in_the_order_of_their_own_fields() -> None:
+    processor = build("qwen3_vl")
+    processor.chat_template = TOOLS
+    encoder = Encoder(processor)
+    for function in ({"name": "a", "description": "b"}, {"description": "b", "name": "a"}):
+        tools = [{"type": "function", "function": function}]
+        conversation = parse_conversation({"conversation": ROWS["no call"], "tools": tools})
+        expected = processor.apply_chat_template(bare(ROWS["no call"]), tools=tools, tokenize=False)
+        assert encoder.render_conversation(conversation) == expected
+
+
+def test_reasoning_that_the_generation_prompt_begins_is_masked_too() -> None:
+    processor = build("qwen3_vl")
+    opening = "<|im_start|>assistant\n<think>\n"
+    processor.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{% if m['role'] == 'assistant' %}"
+        "{{ '<think>\n' + m['reasoning_content'] + '\n</think>\n\n' }}{% endif %}"
+        "{{ m['content'][0]['text'] }}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}" + "{{ " + repr(opening) + " }}{% endif %}"
+    )
+    encoder = Encoder(processor)
+    turns = [user("1 + 1?"), {**assistant("Two."), "reasoning_content": "Add."}]
+    texts = []
+    for policy in ("keep", "mask"):
+        encoded = encoder.encode(parse_conversation({"conversation": turns, "reasoning": policy}, "a/0"))
+        labels = encoder.labels(encoded).tolist()
+        texts.append(processor.tokenizer.decode([label for label in labels if label != IGNORE_INDEX]))
+    assert texts == ["Add.\n</think>\n\nTwo.<|im_end|>", "Two.<|im_end|>"]

@@ -110,6 +110,7 @@ _ALL_FRAMES = VideoSampling()
 _TYPICAL_SIZES: dict[MediaKind, MediaSize] = {"image": (480, 640), "video": VideoInfo(8, 480, 640, 24.0, 4.0)}
 _MAX_OPTIONS = 1 << 12  # encoders remembered by the options of an item
 _REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_OPEN_THOUGHT, _END_OF_THOUGHT = re.compile(r"<think>\s*\Z"), re.compile(r"</think>\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -724,6 +725,12 @@ class Encoder(ChatProcessor):
         if any(weight != 1 for weight in weights) and any(answer.turn < 0 for answer in answers):
             raise CannotAlign("the generation marks of the template do not say which turn has which weight")
         if conversation.reasoning == "mask":
+            for answer in answers:
+                thought = messages[answer.turn].extras.get("reasoning_content") if answer.turn >= 0 else None
+                written = text[answer.start : answer.end]
+                if thought and str(thought).strip() in written and "</think>" not in written:
+                    detail = "reasoning='mask': the chat template writes reasoning without <think>…</think>"
+                    raise BadSample(detail, reason="unsupported_turn", key=conversation.key, stage="encode")
             answers = [part for answer in answers for part in _without_reasoning(answer, text)]
         weighted = (
             (answer, conversation.weight * (weights[answer.turn] if answer.turn >= 0 else 1.0))
@@ -1071,7 +1078,9 @@ def _dropped_length(answer: str, written: str) -> int:
 def _without_reasoning(answer: Answer, text: str) -> Iterator[Answer]:
     """Yield what an answer has before and after its reasoning."""
     start = answer.start
-    for thought in _REASONING.finditer(text, answer.start, answer.end):
+    if _OPEN_THOUGHT.search(text, 0, start) and (end := _END_OF_THOUGHT.search(text, start, answer.end)):
+        start = end.end()  # the generation prompt has begun the thought
+    for thought in _REASONING.finditer(text, start, answer.end):
         yield answer._replace(start=start, end=thought.start())
         start = thought.end()
     yield answer._replace(start=start)

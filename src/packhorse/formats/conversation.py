@@ -31,6 +31,12 @@ TURN_WEIGHTS = ("weight", "loss", "train")
 
 _READ = ("role", "content", *TURN_WEIGHTS)
 
+OWN_TEMPLATE_KWARGS = frozenset(
+    {"tools", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"}
+    | {"chat_template", "padding", "truncation", "max_length", "return_assistant_tokens_mask"}
+)
+"""Options of ``apply_chat_template`` that are no options of a template."""
+
 _SETTINGS = ("tools", "weight", "chat_template_kwargs", "reasoning")  # of the whole conversation
 
 # What datasets type in place of audio: Phi-4's own token, and what users write for it.
@@ -62,6 +68,8 @@ def parse_conversation(example: Mapping[str, Any], key: str = "") -> Conversatio
         settings["weight"] = _weight("weight", settings["weight"], "", key)
     if not isinstance(options := settings.get("chat_template_kwargs", {}), Mapping):
         raise _wrong(f"'chat_template_kwargs' is {_kind(options)}, expected a dict of options", key)
+    if own := sorted(OWN_TEMPLATE_KWARGS.intersection(options)):
+        raise _wrong(f"chat_template_kwargs has {', '.join(own)}, which Packhorse sets itself", key)
     return Conversation(messages, key, **{**settings, "tools": tuple(tools)})
 
 

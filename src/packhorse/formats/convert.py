@@ -113,10 +113,11 @@ def convert_row(
 
 def turn_names(tags: Tags, turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the names of the role and the content of a turn; None for one that it lacks."""
-    role: str | None = tags.role_tag or "role"
+    name = tags.role_tag or "role"
+    role = name if name in turn else None
+    if turn.get(name) is None and tags.role_tag is None and "from" in turn:
+        role = "from"  # a table has every name in every turn
     content: str | None = tags.content_tag or "content"
-    if role not in turn:
-        role = "from" if tags.role_tag is None and "from" in turn else None
     if content not in turn:
         content = "value" if tags.content_tag is None and "value" in turn else None
     return role, content
@@ -158,7 +159,7 @@ class _Conversion:
         columns = {kind: self._entries(part) for part, kind in _MEDIA_COLUMNS.items()}
         # Rows without audio keep a literal <audio> in their text, as rows for older models have it.
         self.media = {kind: iter(entries) for kind, entries in columns.items() if entries or kind != "audio"}
-        self.marks_are_media = not _has_bare_parts(raw)
+        self.marks_are_media = not _has_bare_parts(raw, self.rules.tags)
         turns = [self._turn(number, turn) for number, turn in enumerate(raw)]
         conversation = _merge_calls([turn for turn in turns if turn is not None])
         self._add_system(conversation)
@@ -284,8 +285,8 @@ class _Conversion:
     def _settings(self) -> dict[str, Any]:
         """Return what applies to the whole conversation, if it is not the default."""
         rules, settings = self.rules, dict[str, Any]()
-        if (tools := self.values.get("tools")) not in (None, "", []):
-            settings["tools"] = self._tools(tools)
+        if tools := self._tools(self.values.get("tools")):
+            settings["tools"] = tools
         weight = self.values.get("weight")
         if weight is not None and not is_weight(weight):
             raise self._bad("wrong_format", f"weight is {weight!r:.40}, expected a number of 0 or more")
@@ -312,7 +313,9 @@ class _Conversion:
 
     def _tools(self, tools: Any) -> list[Any]:
         """Return the tools as the chat template takes them: functions with a name."""
-        tools = self._parse_json(tools, "tools")
+        tools = self._parse_json(tools, "tools") if tools else []
+        if not tools:
+            return []
         if isinstance(tools, Mapping):
             tools = [tools]
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -361,8 +364,11 @@ class _Conversion:
                     f"entry {number} of history is {_summary(pair)}, expected a question and its answer",
                 )
             turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-        if isinstance(prompt, str) and isinstance(query, str) and query:
-            prompt = f"{prompt}\n{query}" if prompt else query
+        if isinstance(query, str) and query:
+            if prompt is not None and not isinstance(prompt, str):
+                self._note_unused("query", "the prompt is a list of turns")
+            else:
+                prompt = f"{prompt}\n{query}" if prompt else query
         for role, content in (("user", prompt), ("assistant", response))[: 1 + answered]:
             if content is not None or self.rules.task == "sft":
                 turns += content or () if self._is_turns(content) else [{"role": role, "content": content}]
@@ -398,12 +404,14 @@ class _Conversion:
         if "tool_calls" in extras:
             extras["tool_calls"] = self._tool_calls(number, extras["tool_calls"])
             content = "" if content is None else content
-        if role == "tool" and not isinstance(content, str) and not _is_parts(content):
+        if role == "tool" and not isinstance(content, str) and not _are_known_parts(content):
             content = json.dumps(content, ensure_ascii=False)
         if role == "assistant" and self.rules.reasoning == "drop":
             content, extras = _without_reasoning(content, extras)
         parts = (
-            self._marked_parts(number, content) if role in ("user", "tool") else self._parts(number, content)
+            self._marked_parts(number, role, content)
+            if role in ("user", "tool")
+            else self._parts(number, content)
         )
         return {**extras, "role": role, "content": parts}
 
@@ -446,15 +454,24 @@ class _Conversion:
         if system is not None and not isinstance(system, str):
             raise self._bad("wrong_format", f"the system prompt is {_summary(system)}, expected text")
         text = system or self.rules.system
+        part = {"type": "text", "text": text}
         if text and conversation and conversation[0]["role"] != "system":
-            conversation.insert(0, {"role": "system", "content": [{"type": "text", "text": text}]})
+            conversation.insert(0, {"role": "system", "content": [part]})
+        elif system and conversation and conversation[0]["content"] != [part]:
+            self._note_unused("system", "the turns begin with a system turn")
+
+    def _note_unused(self, part: str, why: str) -> None:
+        detail = f"'{self.layout.columns[part]}' is not used: {why}"
+        self.record(Drop(self.key, "convert", "unused_field", detail, "kept", self.dataset))
 
     # --- parts -------------------------------------------------------------------------------------------
 
-    def _marked_parts(self, number: int, content: object) -> list[dict[str, Any]]:
+    def _marked_parts(self, number: int, role: str, content: object) -> list[dict[str, Any]]:
         """Content in which ``<image>`` and the like stand for the media of the row."""
         if not isinstance(content, str):
             return self._parts(number, content)
+        if role == "tool" and PLACEHOLDER.search(content) is None:
+            return self._parts(number, content)  # white space at its ends may matter
         parts: list[dict[str, Any]] = []
         end = 0
         surplus: Counter[str] = Counter()
@@ -574,8 +591,10 @@ class _Conversion:
                 f"{len(data):,} characters of base64 data, more than the limit of {most:,}: save the media "
                 "item as a file, or raise PACKHORSE_MAX_BASE64_CHARS",
             )
+        if (uri := _DATA_URI.match(data)) is not None:
+            data = data[uri.end() :]
         try:
-            return base64.b64decode(data, validate=True)
+            return base64.b64decode("".join(data.split()), validate=True)  # it may be wrapped
         except (binascii.Error, ValueError) as error:
             raise self._bad(
                 "broken_media", f"base64 data ({data:.24}…) cannot be decoded: {error}"
@@ -595,8 +614,8 @@ class _Conversion:
 
     def _entries(self, part: str) -> list[Any]:
         entries = self.values.get(part)
-        if isinstance(entries, list):
-            return entries
+        if isinstance(entries, list | tuple):
+            return list(entries)
         return [] if _is_nothing(entries) else [entries]
 
     @staticmethod
@@ -618,12 +637,16 @@ def _merge_calls(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     merged: list[dict[str, Any]] = []
     for turn in turns:
         only_calls = turn.pop("_calls", False)
-        if only_calls and merged and merged[-1].get("tool_calls") and merged[-1]["role"] == "assistant":
-            before = merged[-1]
+        before = merged[-1] if merged else {}
+        if only_calls and before.get("tool_calls") and _other_fields(before) == _other_fields(turn):
             merged[-1] = {**before, "tool_calls": [*before["tool_calls"], *turn["tool_calls"]]}
         else:
             merged.append(turn)
     return merged
+
+
+def _other_fields(turn: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in turn.items() if name not in ("content", "tool_calls")}
 
 
 def _without_reasoning(content: Any, extras: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -654,20 +677,34 @@ def _common_turns(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> in
     return next((n for n in range(most) if left[n] != right[n]), most)
 
 
-def _has_bare_parts(turns: list[Any]) -> bool:
+def _has_bare_parts(turns: list[Any], tags: Tags) -> bool:
     """Return whether a typed part of a turn has no source: it then stands for the row's next media item."""
-    contents = [turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, Mapping)]
+    mappings = (turn for turn in turns if isinstance(turn, Mapping))
+    contents: list[Any] = [turn.get(turn_names(tags, turn)[1] or "") for turn in mappings]
     parts = [
         part
         for content in contents
         if not isinstance(content, str) and _is_parts(content)
         for part in content
     ]
-    return any(part.get("type") in MEDIA_KINDS and set(_without_nothing(part)) == {"type"} for part in parts)
+    return any(
+        part.get("type") in MEDIA_KINDS
+        and all(part.get(field) is None for field in (part["type"], *_SOURCE_FIELDS))
+        for part in parts
+    )
 
 
 def _is_parts(content: object) -> bool:
     return isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content)
+
+
+def _are_known_parts(content: object) -> bool:
+    """Return whether the result of a tool is a list of parts, and not of other objects."""
+    known = {"text", *_PART_TYPES}
+    return _is_parts(content) and all(
+        part.get("type") in known or ("type" not in part and not known.isdisjoint(part))
+        for part in content  # type: ignore[attr-defined]
+    )
 
 
 def _without_nothing(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ _EXAMPLE_FIELDS = frozenset(
     {"conversation", "tools", "weight", "chat_template_kwargs", "reasoning", "audio"}
     | {"mm_inputs_meta", "_text_tokens", "_injected_fake"}
 )
+_ROLES = ("user", "assistant", "system", "tool")
 _OTHER_COLUMNS = ("images", "image", "videos", "video", "audios", "system")
 
 
@@ -28,7 +29,7 @@ class ConvertedRows(Sequence[dict[str, Any]]):
     """The examples of rows in memory, converted on access.
 
     Attributes:
-        rows: what was given; a Hugging Face dataset with its media without_decoding.
+        rows: what was given; a Hugging Face dataset with its media undecoded.
         rules: their format.
         ledger: what conversion finds.
         found: the format of the first rows.
@@ -104,4 +105,6 @@ def _is_example(row: Mapping[str, Any]) -> bool:
         return False
     if not isinstance(turns, list | tuple) or any(row.get(name) is not None for name in _OTHER_COLUMNS):
         return False
-    return all(isinstance(turn, Mapping) and "role" in turn and "content" in turn for turn in turns[:1])
+    return all(
+        isinstance(turn, Mapping) and turn.get("role") in _ROLES and "content" in turn for turn in turns
+    )

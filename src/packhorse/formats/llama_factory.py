@@ -67,7 +67,7 @@ def meta_entry(entry: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "format": "prompt_response" if formatting == "alpaca" else "messages",
         "columns": columns,
         "tags": tags,
-        "media_dir": folder or ".",
+        "media_dir": ".",
         "num_samples": entry.get("num_samples"),
     }
 
@@ -97,7 +97,7 @@ def _hub_file(key: str, name: str, entry: Mapping[str, Any]) -> str:
     with cache_lock(f"hub-{name}-{options}"):
         try:
             dataset = datasets.load_dataset(name, **options)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise ConfigError(
                 f"{key}={name!r} cannot be loaded ({type(error).__name__}: {error}). Load it once with a "
                 "network (it stays in the cache of the datasets library), or download it and set file_name",
@@ -113,6 +113,8 @@ def _hub_file(key: str, name: str, entry: Mapping[str, Any]) -> str:
 def without_decoding(dataset: Any) -> Any:
     """Return a Hugging Face dataset whose media come as bytes or paths: workers decode what is used."""
     datasets = require("datasets", "hub")
+    if dataset.format["type"] not in (None, "python", "custom"):
+        dataset = dataset.with_format(None)  # of numpy or torch, which rows are not
     media = tuple(getattr(datasets, name) for name in ("Image", "Audio", "Video") if hasattr(datasets, name))
 
     def cast(feature: Any) -> Any:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from packhorse.errors import BadSample, ConfigError, list_some, suggest
+from packhorse.formats.conversation import OWN_TEMPLATE_KWARGS
 from packhorse.media.settings import check_dataset_settings
 from packhorse.types import Reasoning, Task, is_weight
 
@@ -44,7 +45,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "user": ("user", "human"),
     "assistant": ("assistant", "gpt", "model", "bot", "chatgpt"),
     "system": ("system", "developer"),
-    "tool": ("tool", "observation", "function", "tool_response", "function_response"),
+    "tool": ("tool", "observation", "function", "tool_response", "function_response", "ipython"),
     "function_call": ("function_call", "tool_call"),
 }
 """Names of roles in datasets, by what they are; ``function_call`` is an answer that only calls tools."""
@@ -156,6 +157,8 @@ class RowFormat:
             raise ConfigError(
                 "confine=True needs a media_dir to confine media to", setting="confine", value=self.confine
             )
+        if own := sorted(OWN_TEMPLATE_KWARGS.intersection(self.chat_template_kwargs)):
+            raise ConfigError.of("chat_template_kwargs", own, "Packhorse sets these itself")
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 expected = f"expected one of {', '.join(choices)}{suggest(value, choices)}"

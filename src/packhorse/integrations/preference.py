@@ -144,7 +144,11 @@ def _find(
 
 def _find_pairs(info: BatchInfo) -> tuple[list[int], list[int]]:
     """Return the indices of the chosen and of the rejected documents, pair by pair."""
-    return _find(info, "chosen", "rejected", "pairs of answers")
+    chosen, rejected = _find(info, "chosen", "rejected", "pairs of answers")
+    if len(chosen) != len(rejected):
+        expected = f"expected a rejected answer for each of {len(chosen)} chosen ones"
+        raise ConfigError.of("batch", len(rejected), expected)
+    return chosen, rejected
 
 
 def _find_labelled(info: BatchInfo) -> tuple[list[int], list[int]]:

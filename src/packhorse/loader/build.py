@@ -224,7 +224,9 @@ class BatchBuilder:
         with data_errors(self.samples.on_bad) as outcome:
             return completed, self.collate(completed)
         assert outcome.error is not None
-        usable = [row for row in rows if not self._reject(row)]
+        rejected = {index for row in rows if self._reject(row) for index, _ in row}
+        # The other answer of a pair goes too, in a row of its own.
+        usable = [row for row in rows if rejected.isdisjoint(index for index, _ in row)]
         if len(usable) == len(rows):  # each row alone can be collated: no sample is at fault
             raise outcome.error.original
         completed = self._with_placeholders(usable, media_mask)

@@ -367,3 +367,61 @@ def test_a_row_of_no_known_format_shows_its_fields_and_the_closest_names() -> No
 def test_a_wrong_setting_of_a_format_is_named(setting: str, value: Any) -> None:
     with raises_config(setting, value):
         RowFormat.of(**{setting: value})
+
+
+def test_a_tool_list_without_tools_is_none() -> None:
+    for nothing in ("[]", [], "", None, {}):
+        assert "tools" not in convert({"messages": turns(), "tools": nothing})
+
+
+def test_call_turns_with_other_fields_stay_apart() -> None:
+    calls = [
+        {"from": "function_call", "value": CALL_TEXT},
+        {"from": "function_call", "value": CALL_TEXT, "loss": False},
+    ]
+    row = {"conversations": [*from_value()[:1], *calls, {"from": "observation", "value": "fur"}]}
+    found = convert(row)["conversation"]
+    assert [turn.get("loss") for turn in found] == [None, None, False, None]
+
+
+def test_a_result_of_a_tool_keeps_its_white_space_and_its_objects() -> None:
+    def result(content: Any) -> Any:
+        row = {"messages": [turns()[0], {"role": "tool", "content": content}, turns()[1]]}
+        return convert(row)["conversation"][1]["content"]
+
+    assert result("  a\n    b\n") == [text("  a\n    b\n")]
+    assert result([{"t": 1}]) == [text('[{"t": 1}]')]
+    assert result([text("a")]) == [text("a")]
+
+
+def test_wrapped_base64_and_tuples_of_media_are_read() -> None:
+    wrapped = base64.encodebytes(png()).decode()
+    for data in (wrapped, f"data:image/png;base64,{PNG64}"):
+        (part, _) = convert({"messages": turns([{"type": "image", "base64": data}, text(QUESTION)])})[
+            "conversation"
+        ][0]["content"]
+        assert part["image"] == png()
+    assert convert({"messages": turns(MARKED), "images": ("cat.png",)}) == {"conversation": OF_IMAGE}
+
+
+def test_names_of_a_table_that_are_empty_do_not_hide_others() -> None:
+    spoken = [{"role": None, "content": None, **turn} for turn in from_value()]
+    assert convert({"messages": spoken})["conversation"][0]["role"] == "user"
+
+
+def test_an_empty_instruction_is_followed_by_the_input() -> None:
+    assert convert({"instruction": None, "input": QUESTION, "output": ANSWER}) == {"conversation": PLAIN}
+
+
+def test_a_system_column_next_to_a_system_turn_is_reported() -> None:
+    ledger = Ledger()
+    row = {"messages": [{"role": "system", "content": "A."}, *turns()], "system": "B."}
+    convert_row(row, RowFormat(), key="a/0", dataset="a", record=ledger.record)
+    assert [(drop.reason, drop.action) for drop in ledger] == [("unused_field", "kept")]
+
+
+def test_options_that_are_not_of_the_template_are_rejected() -> None:
+    with raises_config("chat_template_kwargs", ["tokenize"]):
+        RowFormat.of(chat_template_kwargs={"tokenize": True})
+    with raises_bad_sample("wrong_format", key="a/0"):
+        parse_conversation({"conversation": PLAIN, "chat_template_kwargs": {"tools": []}}, "a/0")
