@@ -314,7 +314,7 @@ def test_reasoning_that_the_generation_prompt_begins_is_masked_too() -> None:
     processor.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
         "{% if m['role'] == 'assistant' %}"
-        "{{ '<think>\n' + m['reasoning_content'] + '\n</think>\n\n' }}{% endif %}"
+        "{{ '<think>\n' + m.get('reasoning_content', '') + '\n</think>\n\n' }}{% endif %}"
         "{{ m['content'][0]['text'] }}{{ '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}" + "{{ " + repr(opening) + " }}{% endif %}"
     )

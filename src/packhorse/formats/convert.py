@@ -117,9 +117,10 @@ def turn_names(tags: Tags, turn: Mapping[str, Any]) -> tuple[str | None, str | N
     role = name if name in turn else None
     if turn.get(name) is None and tags.role_tag is None and "from" in turn:
         role = "from"  # a table has every name in every turn
-    content: str | None = tags.content_tag or "content"
-    if content not in turn:
-        content = "value" if tags.content_tag is None and "value" in turn else None
+    name = tags.content_tag or "content"
+    content = name if name in turn else None
+    if turn.get(name) is None and tags.content_tag is None and "value" in turn:
+        content = "value"
     return role, content
 
 
