@@ -230,6 +230,9 @@ class ChatProcessor:
     @property
     def openings(self) -> tuple[str, ...]:
         """What opens an assistant turn, the most complete first."""
+        return self._cache_for_template("openings", self._find_openings)
+
+    def _find_openings(self) -> tuple[str, ...]:
         found = (self.generation_prompt, self.turn_markers.assistant_text)
         return tuple(dict.fromkeys(opening for opening in found if opening))
 
@@ -592,7 +595,7 @@ def _join_parts(answers: Iterable[Answer], turns: Turns) -> Iterator[Answer]:
     """Join the texts of each turn, with what the template writes between them; not across media."""
     for number, group in groupby(answers, attrgetter("turn")):
         parts, content = list(group), turns[number]["content"]
-        if isinstance(content, str) or all(part.get("type") == "text" for part in content):
+        if len(parts) == 1 or isinstance(content, str) or all(part.get("type") == "text" for part in content):
             yield Answer(parts[0].start, parts[-1].end, number)
         else:
             yield from parts
@@ -632,7 +635,8 @@ def _answers_by_structure(chat: ChatProcessor, turns: Turns, text: str) -> list[
             cached[key] = []
     if not cached[key]:
         return None
-    openings = [chat.openings if number >= 0 else () for number in numbers]
+    opens: tuple[str, ...] = chat.openings
+    openings = [opens if number >= 0 else () for number in numbers]
     try:
         spans = list(_locate_texts(text, cached[key], texts, openings, rewritten=False))
     except CannotAlign:

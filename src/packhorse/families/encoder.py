@@ -653,6 +653,8 @@ class Encoder(ChatProcessor):
     def check_tools(self, conversation: Conversation) -> None:
         """Raise if the conversation has tools, calls or results that the chat template does not write."""
         messages = conversation.messages
+        if not conversation.tools and not any([m.extras or m.role == "tool" for m in messages]):
+            return
         needed = {
             "tools": bool(conversation.tools),
             "tool calls": any(message.extras.get("tool_calls") for message in messages),
@@ -722,6 +724,8 @@ class Encoder(ChatProcessor):
         encoder, messages = self.for_conversation(conversation), conversation.messages
         answers = self.family.answer_spans(encoder, self.family.turns(conversation), text)
         weights = [message.weight for message in messages]
+        if conversation.reasoning == "keep" and conversation.weight == 1 and weights.count(1) == len(weights):
+            return [(answer, 1.0) for answer in answers]
         if any(weight != 1 for weight in weights) and any(answer.turn < 0 for answer in answers):
             raise CannotAlign("the generation marks of the template do not say which turn has which weight")
         if conversation.reasoning == "mask":
