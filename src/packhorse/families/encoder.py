@@ -653,7 +653,7 @@ class Encoder(ChatProcessor):
     def check_tools(self, conversation: Conversation) -> None:
         """Raise if the conversation has tools, calls or results that the chat template does not write."""
         messages = conversation.messages
-        if not conversation.tools and not any([m.extras or m.role == "tool" for m in messages]):
+        if not conversation.tools and not any(m.extras or m.role == "tool" for m in messages):
             return
         needed = {
             "tools": bool(conversation.tools),

@@ -160,7 +160,8 @@ class _Conversion:
         columns = {kind: self._entries(part) for part, kind in _MEDIA_COLUMNS.items()}
         # Rows without audio keep a literal <audio> in their text, as rows for older models have it.
         self.media = {kind: iter(entries) for kind, entries in columns.items() if entries or kind != "audio"}
-        self.marks_are_media = not _has_bare_parts(raw, self.rules.tags)
+        has_media = any(columns.values())
+        self.marks_are_media = not has_media or not _has_bare_parts(raw, self.rules.tags)
         turns = [self._turn(number, turn) for number, turn in enumerate(raw)]
         conversation = _merge_calls([turn for turn in turns if turn is not None])
         self._add_system(conversation)
