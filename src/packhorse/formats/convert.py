@@ -205,7 +205,8 @@ class _Conversion:
             for role, answer in (("chosen", chosen), ("rejected", rejected))
         }
         shared = _common_turns(*pair.values())
-        if not all(turns[shared:] and turns[shared]["role"] == "assistant" for turns in pair.values()):
+        answered = all(turns[shared:] and turns[shared]["role"] == "assistant" for turns in pair.values())
+        if not shared or not answered:  # a turn of an unknown role is no prompt
             raise self._bad("wrong_format", "the answers of a pair do not follow the same prompt")
         for drop in dict.fromkeys(found):
             record(drop)

@@ -155,6 +155,11 @@ def test_what_is_found_in_the_prompt_is_recorded_once() -> None:
             "wrong_format",
             "same prompt",
         ),
+        (
+            {"prompt": [{"role": "stranger", "content": "Hm"}], "chosen": "Yes.", "rejected": "No."},
+            "wrong_format",
+            "same prompt",
+        ),
         ({"messages": [QUESTION, GOOD], "label": 1}, "wrong_format", "expected true or false"),
         ({"messages": [QUESTION, GOOD], "label": "good"}, "wrong_format", "expected true or false"),
         ({"messages": [QUESTION], "label": True}, "wrong_format", "without an answer"),
