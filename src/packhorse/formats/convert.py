@@ -206,7 +206,8 @@ class _Conversion:
         }
         shared = _common_turns(*pair.values())
         answered = all(turns[shared:] and turns[shared]["role"] == "assistant" for turns in pair.values())
-        if not shared or not answered:  # a turn of an unknown role is no prompt
+        # A turn of an unknown role is no prompt, and an answer is none either.
+        if not shared or not answered or pair["chosen"][shared - 1]["role"] == "assistant":
             raise self._bad("wrong_format", "the answers of a pair do not follow the same prompt")
         for drop in dict.fromkeys(found):
             record(drop)
