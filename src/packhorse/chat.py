@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import compress, groupby, pairwise, takewhile
 from operator import attrgetter
 from types import MappingProxyType
@@ -591,8 +591,11 @@ def _marked_answers(chat: ChatProcessor, template: str, turns: Turns, text: str)
     return [Answer(start, end, number) for number, (start, end) in zip(numbers, marks[0], strict=True)]
 
 
-def _join_parts(answers: Iterable[Answer], turns: Turns) -> Iterator[Answer]:
+def _join_parts(answers: Sequence[Answer], turns: Turns) -> Iterator[Answer]:
     """Join the texts of each turn, with what the template writes between them; not across media."""
+    if len({answer.turn for answer in answers}) == len(answers):
+        yield from answers
+        return
     for number, group in groupby(answers, attrgetter("turn")):
         parts, content = list(group), turns[number]["content"]
         if len(parts) == 1 or isinstance(content, str) or all(part.get("type") == "text" for part in content):
@@ -732,7 +735,7 @@ def _locate_texts(
     ``openings`` are what may open the turn of each part: its span then begins after that. ``rewritten``
     allows an answer that the template changes.
     """
-    cut = [_split_at_opening(piece, opens) for piece, opens in zip(around[:-1], openings, strict=True)]
+    cut = [_split_at_opening(piece, tuple(opens)) for piece, opens in zip(around[:-1], openings, strict=True)]
     heads = [*(head for head, _, _ in cut), around[-1]]
     if not text.startswith(heads[0]):
         raise CannotAlign("the rendered text does not begin as it does with sentinels")
@@ -750,7 +753,8 @@ def _locate_texts(
         start = span[1] + len(after)
 
 
-def _split_at_opening(piece: str, openings: Sequence[str]) -> tuple[str, str, bool]:
+@lru_cache(maxsize=256)
+def _split_at_opening(piece: str, openings: tuple[str, ...]) -> tuple[str, str, bool]:
     """A piece of text up to the opening of a turn, what it has after that, and whether it has one."""
     for opening in openings:
         head, separator, extra = piece.rpartition(opening)
@@ -760,11 +764,13 @@ def _split_at_opening(piece: str, openings: Sequence[str]) -> tuple[str, str, bo
 
 
 def _verbatim_span(text: str, start: int, answer: str, extra: str, after: str, last: bool) -> Span | None:
+    if not text.startswith(extra, start):
+        return None
     first = start + len(extra)
     for form in (answer, answer.strip(), answer.lstrip(), answer.rstrip(), answer.strip("\n")):
         end = first + len(form)
         ends = not last or end + len(after) == len(text)
-        if ends and text.startswith(extra + form, start) and text.startswith(after, end):
+        if ends and text.startswith(form, first) and text.startswith(after, end):
             return first, end
     return None
 
@@ -782,6 +788,8 @@ def _extend_to_stop(text: str, span: Span, stop: str) -> Span:
     start, end = span
     if not stop:
         return span
+    if text.startswith(stop, end):
+        return start, end + len(stop)
     follows = re.compile(rf"\s*{re.escape(stop)}").match(text, end)
     if follows:
         return start, follows.end()

@@ -753,6 +753,8 @@ class Encoder(ChatProcessor):
 
     def check_placeholders(self, text: str, conversation: Conversation) -> None:
         """Raise unless the rendered text has one placeholder for each media item, and none from a text."""
+        if not conversation.media and not any(written in text for written in self.placeholders.values()):
+            return
         wanted = Counter(ref.kind for ref in conversation.media)
         texts = [
             "".join(part.text for part in message.parts if isinstance(part, TextPart))
