@@ -10,8 +10,9 @@ unusual contents give None; the caller then uses PIL. Limits on the size are the
 from __future__ import annotations
 
 import os
+import re
 import zlib
-from struct import Struct, iter_unpack, unpack_from
+from struct import Struct, unpack_from
 from struct import error as StructError
 from typing import BinaryIO
 
@@ -32,8 +33,21 @@ _JPEG_EXIF, _JPEG_PROFILE, _JPEG_PHOTOSHOP = _JPEG_METADATA = (0xFFE1, 0xFFE2, 0
 _JPEG_SKIPPED = {0xFFC4: 2, 0xFFCC: 2, 0xFFDD: 2, 0xFFFE: 2}
 _JPEG_SKIPPED |= {mark: 2 for mark in range(0xFFE0, 0xFFF0) if mark not in _JPEG_METADATA}
 _JPEG_SKIPPED |= {0xFFE0: 16, 0xFFEE: 14}
+# What most encoders write, up to the pixels, in one match: JFIF, tables of 8 bits, the frame, Huffman tables.
+_PLAIN_JPEG = re.compile(
+    rb"\xff\xd8\xff\xe0\x00\x10.{14}(?:\xff\xdb\x00\x43[\x00-\x0f].{64})+\xff\xc0\x00\x11\x08(....)\x03.{9}"
+    rb"(?:\xff\xc4\x00(?:\x1f.{29}|\xb5.{179}))*\xff\xda\x00\x0c.{10}",
+    re.DOTALL,
+)
+_jpeg_size = Struct(">HH").unpack
 _jpeg_segment, _jpeg_frame = Struct(">HH").unpack_from, Struct(">BHHB").unpack_from
 _jpeg_skipped = _JPEG_SKIPPED.get
+_png_header, _png_chunk = Struct(">I4sIIBBBBBI").unpack_from, Struct(">I4s").unpack_from
+# EXIF data by byte order: the position of the tags, how many there are, and a tag with its value.
+_EXIF_STRUCTS = {
+    mark: (order, Struct(f"{order}I").unpack_from, Struct(f"{order}H").unpack_from, Struct(f"{order}HHII"))
+    for mark, order in ((b"MM\0*", ">"), (b"II*\0", "<"))
+}
 # EXIF tags with the type and the number of values of the standard.
 _EXIF_ORIENTATION, _EXIF_SHORT = 0x0112, (3, 1)
 _EXIF_RESOLUTION, _EXIF_FRACTION = 0x011A, (5, 1)
@@ -115,7 +129,7 @@ def _upright(size: Size, orientation: int) -> Size:
 
 
 def _png(head: bytes, file: File) -> Size | None:
-    length, name, width, height, bits, colour, _, filters, _, checksum = unpack_from(">I4sIIBBBBBI", head, 8)
+    length, name, width, height, bits, colour, _, filters, _, checksum = _png_header(head, 8)
     if name != b"IHDR" or length != 13 or filters != 0 or (bits, colour) not in _PNG_KINDS:
         return None
     # PIL rejects a chunk with a wrong checksum before the pixels.
@@ -123,7 +137,7 @@ def _png(head: bytes, file: File) -> Size | None:
         return None
     start, at, orientation = 0, 33, 0  # 0: there is no EXIF chunk
     while True:
-        length, name = unpack_from(">I4s", head, at)
+        length, name = _png_chunk(head, at)
         if name == b"IDAT":
             # Metadata after the pixels may hold an orientation too.
             plain = _png_ends_with_pixels(start + at, length, file)
@@ -162,6 +176,9 @@ def _png_ends_with_pixels(at: int, length: int, file: File) -> bool:
 
 
 def _jpeg(head: bytes, file: File) -> Size | None:
+    if matched := _PLAIN_JPEG.match(head):
+        height, width = _jpeg_size(matched[1])
+        return width, height
     # ``start`` is the position of ``head`` in the file, ``at`` that of the next marker in ``head``.
     start, at, size = 0, 2, None
     orientation, has_exif, has_xmp = 0, False, False
@@ -228,16 +245,16 @@ def _exif_orientation(exif: bytes, total: int) -> int | None:
 
     ``exif`` is the part of the data that is in the window, of ``total`` bytes.
     """
-    order = ">" if exif.startswith(b"MM\0*") else "<"
-    if order == "<" and not exif.startswith(b"II*\0"):
+    if (structs := _EXIF_STRUCTS.get(exif[:4])) is None:
         return None
-    (at,) = unpack_from(f"{order}I", exif, 4)
-    (entries,) = unpack_from(f"{order}H", exif, at)
+    order, position_at, number_at, tag_and_value = structs
+    (at,) = position_at(exif, 4)
+    (entries,) = number_at(exif, at)
     table = exif[at + 2 : at + 2 + 12 * entries]
     if len(table) < 12 * entries:
         return None
     orientation = 0
-    for tag, kind, count, value in iter_unpack(f"{order}HHII", table):
+    for tag, kind, count, value in tag_and_value.iter_unpack(table):
         if tag == _EXIF_ORIENTATION and not orientation:
             if (kind, count) != _EXIF_SHORT:
                 return None
