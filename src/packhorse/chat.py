@@ -937,7 +937,7 @@ def _anchors(text: Sequence[int], body: Sequence[int], special: frozenset[int]) 
     Expanding a media item adds tokens but keeps the others and their order. So a kind of token that comes
     out of order (the brackets around each frame of a video) is no anchor.
     """
-    kinds, present = set(special), frozenset(body)
+    kinds = set(special)
     while True:
         in_text = list(compress(range(len(text)), map(kinds.__contains__, text)))
         in_body = list(compress(range(len(body)), map(kinds.__contains__, body)))
@@ -946,7 +946,7 @@ def _anchors(text: Sequence[int], body: Sequence[int], special: frozenset[int]) 
         if wrong is None:
             return [in_text, in_body[: len(in_text)]]
         # A token of the text that is missing from the ids was expanded; else the other one was inserted.
-        kinds.discard(wrong[0] if wrong[0] not in present else wrong[1])
+        kinds.discard(wrong[0] if wrong[0] not in body else wrong[1])
 
 
 def content_text(content: Any, write_media: Callable[[Mapping[str, Any]], str] = lambda part: "") -> str:

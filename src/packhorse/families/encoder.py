@@ -38,9 +38,9 @@ from packhorse.chat import (
     TokenizedText,
     answer_spans,
     chat_templates,
-    label_tokens,
     rejected_by_template,
     special_tokens,
+    supervised_tokens,
     template_errors,
     token_ids,
     with_repeated_tokens,
@@ -990,8 +990,11 @@ class Encoder(ChatProcessor):
 
         def label(chosen: Iterable[Answer]) -> torch.Tensor:
             spans = [(answer.start, answer.end) for answer in chosen]
-            labels = label_tokens(self, encoded.text, spans, ids, self.media_token_ids, encoded.read)
-            return torch.from_numpy(np.array(labels, np.int64))
+            supervised = supervised_tokens(self, encoded.text, spans, ids, self.media_token_ids, encoded.read)
+            labels = np.full(len(ids), IGNORE_INDEX, np.int64)
+            for start, end in supervised:
+                labels[start:end] = ids[start:end]
+            return torch.from_numpy(labels)
 
         weights = None
         for weight in {weight for _, weight in answers} - {1.0}:
@@ -1038,7 +1041,7 @@ class Encoder(ChatProcessor):
             what = f"the processor returned '{key}' without '{layout.rows_from}' ({family.name})"
             raise ConfigError(what, setting=layout.rows_from)
         grid = encoded.media[layout.rows_from]
-        entries = iter(grid.reshape(len(grid), -1).prod(1).tolist())
+        entries = iter(grid.reshape(len(grid), -1).numpy().prod(1).tolist())
         return [sum(next(entries) for _ in range(n)) for n in self.rows(encoded, layout.rows_from)]
 
     def _check_media(self, encoded: Encoded, conversation: Conversation) -> None:
@@ -1051,7 +1054,8 @@ class Encoder(ChatProcessor):
                 what = f"the processor returned no tensor for its {items} {kind}(s)"
                 raise family.bad(what, conversation)
         if family.exact:
-            actual = sum(map(encoded.tokens["input_ids"].tolist().count, self.media_token_ids))
+            ids = encoded.tokens["input_ids"].numpy()
+            actual = sum(np.count_nonzero(ids == token) for token in self.media_token_ids)
             needed = sum(self.media_tokens(kind, size, counts["image"]) for kind, size in encoded.sizes)
             if actual != needed:
                 raise family.bad(f"{actual} media tokens where its media need {needed}", conversation)

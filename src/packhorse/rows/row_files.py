@@ -160,6 +160,9 @@ class JsonRows(RowFile):
         """As :meth:`RowFile.read`; neighbouring rows are read with one call."""
         numbers = iter(rows)
         while block := list(itertools.islice(numbers, _BLOCK)):
+            if len(block) == 1:
+                yield self._get_or_error(block[0])
+                continue
             starts, stops = self._index.spans(self._check_indices(block))
             firsts = _find_runs(starts, stops)
             first_bytes, after = starts.tolist(), stops.tolist()
