@@ -121,9 +121,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         """
         if example.get("audio") is not None:
             example = self.encoder.place_audio(example, key)
-        # Before a fake image hides that the sample is empty.
         conversation = parse_conversation(example, key)
-        self.family.check(conversation)
         sample, cut = self._encode_labelled(*self._with_fake_image(example, conversation)), ""
         if self.max_length is not None and len(sample) > self.max_length:
             sample, cut = self._shorten(example, key, len(sample), self.max_length)
@@ -141,7 +139,8 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
     ) -> tuple[Conversation, bool]:
         """Return the conversation, with a fake image if it needs one, and whether it has one."""
         wanted = self.inject_fake_images and "image" in self.family.kinds
-        if wanted and not has_image(conversation):
+        # An empty conversation stays empty: encoding rejects it.
+        if wanted and conversation.messages and not has_image(conversation):
             example = inject_fake_image(example)
             conversation = parse_conversation(example, conversation.key)
         images = any(ref.kind == "image" for ref in conversation.media)

@@ -798,7 +798,7 @@ class Encoder(ChatProcessor):
         Raises:
             BadSample: the settings are invalid, or the processor rejects the item.
         """
-        settings = settings_of(ref)
+        settings = settings_of(ref) if ref.options else {}
         return self.configure(ref.kind, size, settings) if settings else None
 
     def configure(self, kind: MediaKind, size: MediaSize, settings: Mapping[str, int]) -> ConfiguredSize:

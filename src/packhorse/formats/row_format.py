@@ -165,7 +165,8 @@ class RowFormat:
                 raise ConfigError.of(name, value, expected)
         if not is_weight(self.weight):
             raise ConfigError.of("weight", self.weight, "expected a number of 0 or more")
-        check_dataset_settings(self.media_settings)
+        if self.media_settings:
+            check_dataset_settings(self.media_settings)
 
     @classmethod
     def of(
