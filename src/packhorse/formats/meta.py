@@ -75,6 +75,7 @@ class DatasetConfig:
     rules: RowFormat
     sample_ratio: float = 1.0
     num_samples: int | None = None
+    unused: frozenset[str] = frozenset()  # keys of its entry that nothing reads
 
     def ratio_of(self, rows: int) -> float:
         """Return the share of a file with this many rows that is used."""
@@ -187,10 +188,11 @@ def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
     if not isinstance(entry, dict):
         problem = f"{where} is a {type(entry).__name__}, expected an object"
         raise ConfigError(problem, setting=name, value=entry)
-    folder = _folder(path)
+    folder, unused = _folder(path), list[str]()
     if os.path.basename(path) == llama_factory.FILE_NAME or llama_factory.is_entry(entry):
+        unused = llama_factory.unused_keys(entry)
         with naming(where):
-            entry = llama_factory.meta_entry(entry, folder)
+            entry = llama_factory.meta_entry(entry, _META_KEYS)
 
     def wrong(key: str, problem: str) -> ConfigError:
         return ConfigError(f"{where} {problem}", setting=key, value=entry.get(key))
@@ -210,7 +212,8 @@ def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
     options = {key: value for key, value in entry.items() if key in _FORMAT_KEYS}
     with naming(where):
         rules = row_format({**options, "media_dir": _media_dir(folder, options.get("media_dir"))})
-    return DatasetConfig(name, _join(folder, file_name), rules, float(ratio), number)
+    not_read = frozenset(f"{key} of its entry" for key in unused)
+    return DatasetConfig(name, _join(folder, file_name), rules, float(ratio), number, not_read)
 
 
 def row_format(options: Mapping[str, Any]) -> RowFormat:
@@ -428,6 +431,7 @@ def open_meta_dataset(
         selection = RowSelection(len(file), config.ratio_of(len(file)), world, remainder)
         selection.record_losses(config.name, ledger)
         found = find_format(check_first_rows(config, file).values(), config.rules)
+        found |= FoundFormat(unused=config.unused)
         sources.append(Source(config, file, selection, found))
         if world.rank == 0:
             record_unused_fields(config.name, found.unused, ledger)
