@@ -148,9 +148,17 @@ def test_a_pair_of_which_one_answer_cannot_be_counted_is_in_no_pack() -> None:
     assert [(drop.key, drop.stage) for drop in loader.ledger] == [("3", "plan")]
 
 
-@pytest.mark.parametrize(("mode", "builder"), [("pack", PackBuilder), ("pad", PadBuilder)])
+@pytest.mark.parametrize(
+    ("builder", "options"),
+    [
+        (PackBuilder, {"pack_size": 330}),
+        (PadBuilder, {"mode": "pad"}),
+        (PadBuilder, {"mode": "pad", "batch_size": 3}),
+    ],
+    ids=["pack", "pad", "pad three rows"],
+)
 def test_a_pair_that_cannot_be_collated_is_dropped_whole_with_one_entry(
-    mode: str, builder: type[BatchBuilder], monkeypatch: pytest.MonkeyPatch
+    builder: type[BatchBuilder], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collate = builder.collate
 
@@ -161,8 +169,11 @@ def test_a_pair_that_cannot_be_collated_is_dropped_whole_with_one_entry(
 
     monkeypatch.setattr(builder, "collate", fail)
     rows = draw_rows(3)
-    loader = load(rows, task="preference", mode=mode, pack_size=330, max_bad_share=None, placeholder="never")
-    seen = [index for batch in loader for index in batch.info.samples]
+    loader = load(rows, task="preference", max_bad_share=None, placeholder="never", **options)
+    infos = [batch.info for batch in loader]
+    seen = [index for info in infos for index in info.samples]
+    roles = [role for info in infos for row in info.document_roles for role in row if role]
+    assert roles == [role for index in seen for role in expected_roles(rows[index])]
     assert 0 not in seen
     dropped = [drop.key for drop in loader.ledger]
     assert dropped.count("0") == 1
