@@ -136,8 +136,9 @@ def _hub_file(key: str, name: str, entry: Mapping[str, Any]) -> str:
 def without_decoding(dataset: Any) -> Any:
     """Return a Hugging Face dataset whose media come as bytes or paths: workers decode what is used."""
     datasets = require("datasets", "hub")
-    if dataset.format["type"] not in (None, "python", "custom"):
-        dataset = dataset.with_format(None)  # of numpy or torch, which rows are not
+    given = dataset.format
+    if given["type"] not in (None, "python", "custom"):  # rows are not of numpy or torch
+        dataset = dataset.with_format(None, given["columns"], given["output_all_columns"])
     media = tuple(getattr(datasets, name) for name in ("Image", "Audio", "Video") if hasattr(datasets, name))
 
     def cast(feature: Any) -> Any:

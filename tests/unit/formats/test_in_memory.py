@@ -85,3 +85,19 @@ def test_the_images_of_a_hugging_face_dataset_stay_encoded_until_they_are_used(t
     assert part["type"] == "image"
     assert part["image"] == str(tmp_path / "b.png") or isinstance(part["image"], bytes)
     assert rows[0]["conversation"][0]["content"][1] == {"type": "text", "text": "Who?"}
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "pandas", "arrow"])
+def test_a_format_of_a_hugging_face_dataset_is_for_its_columns_alone(kind: str) -> None:
+    """A trainer may have set the format: the rows are those of the same dataset without it."""
+    import datasets
+
+    data = datasets.Dataset.from_list([{"messages": TURNS, "weight": 2.0, "note": "a"}] * 2)
+    data.set_format(kind, columns=["messages", "weight"])
+    ledger = Ledger()
+    assert list(open_examples(data, None, ledger)) == [{**EXAMPLE, "weight": 2.0}] * 2
+    assert not len(ledger), "the note was not among the columns"
+    assert data.format["type"] == kind
+    data.set_format(kind, columns=["messages", "weight"], output_all_columns=True)
+    open_examples(data, None, ledger)
+    assert [drop.detail for drop in ledger] == ["not used: note"]

@@ -80,6 +80,19 @@ def test_images_are_next_to_the_file(tmp_path: Path) -> None:
     assert example["conversation"][0]["content"][0]["image"] == str(tmp_path / "pics" / "a.png")
 
 
+def test_a_relative_path_of_the_file_is_applied_to_its_media_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "data" / "data").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    row = {"instruction": "<image>Who?", "output": ANSWER, "images": ["a.png"]}
+    entry = {"file_name": "rows.json", "columns": {"images": "images"}}
+    write(tmp_path / "data", {"mine": entry}, rows=[row])
+    (example,) = make_meta_dataset("data/dataset_info.json")
+    assert example["conversation"][0]["content"][0]["image"] == "data/a.png"
+    assert not [record for record in caplog.records if "media_dir" in record.message]
+
+
 @pytest.mark.parametrize("wanted", [1, 3, 7, 10, 23])
 def test_num_samples_takes_that_many_rows(tmp_path: Path, wanted: int) -> None:
     rows = [{"instruction": f"{number}?", "output": "Yes."} for number in range(10)]
@@ -102,9 +115,43 @@ def test_a_dataset_of_a_hub_is_loaded_once_and_kept_as_a_file(tmp_path: Path, ca
     assert len(list(cache.glob("hub/*.parquet"))) == 1
 
 
-def test_a_hub_that_is_not_reached_is_one_error_with_the_remedy(tmp_path: Path) -> None:
+def test_a_hub_that_is_not_reached_is_one_error_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("an offline run does not retry"))
     info = write(tmp_path, {"mine": {"hf_hub_url": "not/there"}})
-    with raises_config("hf_hub_url", "not/there", match="dataset 'mine'.*cannot be loaded.*file_name"):
+    with raises_config(
+        "hf_hub_url", "not/there", match="dataset 'mine'.*cannot be loaded.*file_name"
+    ) as caught:
+        open_meta_dataset(info)
+    cause = caught.value.__cause__
+    assert cause is not None
+    assert isinstance(cause.__cause__, ConnectionError)
+
+
+GOOD = json.dumps({"instruction": QUESTION, "output": ANSWER})
+
+
+@pytest.mark.parametrize(
+    ("files", "options"),
+    [
+        ([], {}),
+        ([GOOD], {"split": "test"}),
+        ([GOOD], {"subset": "en"}),
+        (["{"], {}),
+        ([GOOD, json.dumps({"other": 1})], {}),
+    ],
+    ids=["no file", "no such split", "no such subset", "a broken file", "files of other columns"],
+)
+def test_a_dataset_of_a_hub_that_cannot_be_read_is_one_error(
+    tmp_path: Path, files: list[str], options: dict[str, str]
+) -> None:
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    for number, content in enumerate(files):
+        (folder / f"train-{number}.jsonl").write_text(content + "\n")
+    info = write(tmp_path, {"mine": {"hf_hub_url": str(folder), **options}})
+    with raises_config("hf_hub_url", str(folder), match="dataset 'mine'.*cannot be loaded"):
         open_meta_dataset(info)
 
 
