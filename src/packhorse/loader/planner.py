@@ -229,6 +229,14 @@ class Planner:
         """Describe a plan, with a line and up to five rows for each reason why rows are in no pack."""
         # A plan has indices only: its own lines about them are replaced by lines with keys.
         lines = [line for line in plan.describe(()).splitlines() if not line.startswith(("bad ", "dropped "))]
+        if self.config.mode == "pad":  # there are no packs
+            rows = len(plan) + int((self.counts.rejected[plan.indices] > 0).sum())
+            fill = int(plan.tokens.sum()) / (rows * plan.capacity) if rows else 0.0
+            lines = [
+                f"rows       {rows:,} of at most {plan.capacity:,} tokens",
+                f"fill       {100 * fill:.3f} % of rows of this length: {plan.tokens.sum():,} tokens",
+                *(line for line in lines if line.startswith("samples ")),
+            ]
         keys: dict[str, list[str]] = {}
         for drop in self.drops(plan):
             keys.setdefault(drop.reason, []).append(drop.key)

@@ -190,6 +190,20 @@ def test_a_pair_longer_than_a_pack_is_dropped_whole() -> None:
     assert len(padded.plan.indices) == 2  # each answer has a row of its own
 
 
+def test_both_answers_of_a_pair_count_as_rows_of_a_padded_plan() -> None:
+    rows = draw_rows(9)
+    longest = max(
+        max(loaded.info.document_lengths)[0] for loaded in load(rows, task="preference", mode="pad")
+    )
+    loader = load(rows, task="preference", mode="pad", pack_size=longest, pad_to_size=True)
+    infos = [batch.info for batch in loader]
+    tokens, slots = sum(info.tokens for info in infos), sum(info.slots for info in infos)
+    text = loader.describe()
+    assert f"rows       15 of at most {longest} tokens" in text
+    assert f"fill       {100 * tokens / slots:.3f} % of rows of this length: {tokens:,} tokens" in text
+    assert "samples    9 packed, 0 dropped" in text
+
+
 def test_counts_of_both_tasks_are_saved_next_to_each_other(tmp_path: Path) -> None:
     path = write(tmp_path, 8)
     qwen = processor("qwen2_vl")
