@@ -147,7 +147,9 @@ def open_data(
     ranks.assert_same("have different settings", config.of_all_ranks(), "Give all of them the same settings")
     encoder = run("open the processor", lambda: Encoder(as_whole_processor(processor)))
     if not isinstance(model, ModelInfo):
-        model = run("inspect the model", partial(inspect_model, model, packed=config.mode == "pack"))
+        # Batches of preference data have no labels.
+        inspect = partial(inspect_model, packed=config.mode == "pack", trains=config.task == "sft")
+        model = run("inspect the model", partial(inspect, model))
     run("check the processor", partial(_check_processor, encoder.processor, model))
     selection = ledger if config.shard_data or ranks.world.rank == 0 else Ledger()
     shard = ranks.world if config.shard_data else None
