@@ -22,8 +22,9 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from packhorse.errors import BadSample, ConfigError, list_some, naming, suggest
+from packhorse.errors import BadSample, ConfigError, data_errors, list_some, naming, suggest
 from packhorse.formats import llama_factory
+from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.convert import convert_row
 from packhorse.formats.row_format import FoundFormat, RowFormat, find_format, row_layout
 from packhorse.formats.summary import (
@@ -608,25 +609,44 @@ _OTHER_TASK = ("preference_data", "no_preference")  # rows that another task rea
 def check_first_rows(config: DatasetConfig, file: RowFile) -> dict[str, Row]:
     """Return the first rows of a dataset by their keys; raise if none can be read in its format.
 
-    All ranks read the same rows, so all raise or none. A ``media_dir`` that does not exist gets a warning.
+    All ranks read the same rows, so all raise or none. A ``media_dir`` that does not exist gets a warning,
+    unless all media of these rows are elsewhere.
     """
     media_dir = config.rules.media_dir
     if media_dir is not None and is_address(media_dir):
         with naming(f"dataset '{config.name}'"):
             require_driver(media_dir)
-    elif media_dir is not None and not os.path.isdir(media_dir):
-        logger.warning(
-            "%s: media_dir %s is not a folder (nor is there one in the working directory): every media item "
-            "with a relative path will be missing, and its row dropped or replaced as missing_media",
-            config.name,
-            media_dir,
-        )
     numbers = range(min(len(file), _FIRST_ROWS))
     numbered = zip(numbers, file.read(numbers), strict=True)
     rows = {row_key(config.name, number): row for number, row in numbered if not isinstance(row, BadSample)}
     with naming(f"dataset '{config.name}'"):
         check_rows_format(rows, config.rules)
+    if media_dir is not None and not is_address(media_dir) and not os.path.isdir(media_dir):
+        _warn_of_media_dir(config.name, media_dir, rows, config.rules)
     return rows
+
+
+def _warn_of_media_dir(
+    name: str, media_dir: str, rows: Mapping[str, Mapping[str, Any]], rules: RowFormat
+) -> None:
+    """Warn of a ``media_dir`` that does not exist, unless rows have media and none of them is in it."""
+    sources: list[object] = []
+    for key, row in rows.items():
+        with data_errors():
+            example = convert_row(row, rules, key=key, dataset=name, record=Ledger().record)
+            sources += [ref.source for ref in parse_conversation(example).media]
+    if not sources or any(str(_first(source)).startswith(os.path.join(media_dir, "")) for source in sources):
+        logger.warning(
+            "%s: media_dir %s is not a folder (nor is there one in the working directory): every media item "
+            "with a relative path will be missing, and its row dropped or replaced as missing_media",
+            name,
+            media_dir,
+        )
+
+
+def _first(source: object) -> object:
+    """Return a media item, or its first frame."""
+    return next(iter(source), None) if isinstance(source, list | tuple) else source
 
 
 def check_rows_format(rows: Mapping[str, Mapping[str, Any]], rules: RowFormat) -> None:

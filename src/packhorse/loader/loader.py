@@ -37,7 +37,14 @@ from packhorse.loader.epoch_stats import (
     roll_back,
 )
 from packhorse.loader.metrics import Metrics
-from packhorse.loader.startup import attn_backend, check_batches, describe_data, open_data, start_up
+from packhorse.loader.startup import (
+    attn_backend,
+    check_batches,
+    describe_data,
+    describe_remedy,
+    open_data,
+    start_up,
+)
 from packhorse.loader.state import LoaderState, Tally, describe_state
 from packhorse.loader.worker_pool import WorkerPool, default_num_workers
 from packhorse.plan.pack_plan import PackPlan
@@ -512,9 +519,9 @@ class Loader:
             dropped = self._ledger_of_drops(plan)
             first = next(iter(dropped), None)
             example = "" if first is None else f"\nfor example {first.key}: {first.detail}"
+            advice = describe_remedy(self.dataset, dropped.counts())
             raise ConfigError(
-                f"no example can be used:\n{dropped.summary(len(self.dataset))}{example}\n"
-                "Run `packhorse check`, which says how to fix them"
+                f"no example can be used:\n{dropped.summary(len(self.dataset))}{example}{advice}"
             )
 
     def _make_budget(self, plan: PackPlan) -> BadSampleBudget:
