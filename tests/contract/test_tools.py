@@ -125,13 +125,19 @@ def bare(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check(processor: Any, turns: list[dict[str, Any]], tools: Any) -> None:
+    text, spans = expected_spans(processor, bare(turns), tools or None)
+    check_spans(processor, turns, tools, text, spans)
+
+
+def check_spans(
+    processor: Any, turns: list[dict[str, Any]], tools: Any, text: str, spans: list[tuple[int, int]]
+) -> None:
+    """Assert that a conversation is rendered as ``text``, and that the tokens in ``spans`` are supervised."""
     encoder = Encoder(processor)
     conversation = parse_conversation({"conversation": turns, "tools": tools}, "a/0")
     encoded = encoder.encode(conversation)
-    text, spans = expected_spans(processor, bare(turns), tools or None)
     assert encoded.text == text
-    tokenizer = encoder.tokenizer
-    read = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    read = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     expected = [
         token
         for token, (start, _) in zip(read["input_ids"], read["offset_mapping"], strict=True)
@@ -170,12 +176,8 @@ def test_labels_of_tool_rows_are_exact_with_the_text_templates(tokenizer: str, n
 
 def check_text(tokenizer: Any, turns: list[dict[str, Any]]) -> None:
     """As :func:`check`, for a template that takes texts; an empty thought before an answer is generated."""
-    encoder = Encoder(tokenizer)
-    conversation = parse_conversation({"conversation": turns, "tools": TOOLS_OF_ROWS}, "a/0")
     texts = [{**turn, "content": turn["content"][0]["text"]} for turn in turns]
-    encoded = encoder.encode(conversation)
     whole = tokenizer.apply_chat_template(texts, tools=TOOLS_OF_ROWS, tokenize=False)
-    assert encoded.text == whole
     opening, spans, position = "<|im_start|>assistant\n", [], 0
     asked = "And <|im_start|>assistant\nUlm?"
     hidden = whole.replace(asked, "#" * len(asked))
@@ -184,16 +186,7 @@ def check_text(tokenizer: Any, turns: list[dict[str, Any]]) -> None:
         position = hidden.index(STOP, start) + len(STOP)
         spans.append((start, position))
     assert len(spans) == sum(turn["role"] == "assistant" for turn in turns)
-    read = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-    expected = [
-        token
-        for token, (start, _) in zip(read["input_ids"], read["offset_mapping"], strict=True)
-        if any(first <= start < last for first, last in spans)
-    ]
-    labels = encoder.labels(encoded).tolist()
-    assert [label for label in labels if label != IGNORE_INDEX] == expected
-    counted = TokenCounter(encoder).count(conversation).count
-    assert (counted.total, counted.supervised) == (len(labels), len(expected))
+    check_spans(tokenizer, turns, TOOLS_OF_ROWS, whole, spans)
 
 
 @pytest.mark.parametrize(

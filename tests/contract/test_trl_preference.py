@@ -1,4 +1,6 @@
-"""DPO and KTO on packed pairs equal TRL's trainers on a batch of TRL's own collator, for rows with images.
+"""DPO, KTO and reward losses on packed pairs equal TRL's trainers on a batch of TRL's own collator.
+
+For rows with images; the reward model also for rows of text, which its own collator and tokenization take.
 
 TRL counts everything that the template writes after the prompt as the answer, also the line break after its
 end; Packhorse supervises up to the end of the turn. So the templates here write nothing after the last
@@ -29,11 +31,13 @@ from packhorse.collate_fns import model_inputs
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.preference import (
     document_log_probs,
+    document_rewards,
     dpo_loss,
     kl_term,
     kto_loss,
     mismatched_batch,
     reference_log_probs,
+    reward_loss,
 )
 from packhorse.types import Batch
 
@@ -47,6 +51,11 @@ KTO = [
     for backend in ("sdpa", "eager", "varlen", "pad")
     if (name, backend) != ("gemma3", "varlen")
 ]
+SETTINGS: dict[str, Any] = {
+    **{"use_cpu": True, "report_to": "none", "bf16": False, "gradient_checkpointing": False},
+    "per_device_train_batch_size": 3,
+}
+CENTER = 0.1  # factor of the centering term of a reward model
 LOSSES = {"sigmoid": 0.0, "ipo": 0.0, "hinge": 0.0, "robust": 0.1}
 Result = tuple[float, dict[str, torch.Tensor]]
 
@@ -106,30 +115,64 @@ def load(rows: list[dict[str, Any]], name: str, model: Any, **settings: Any) -> 
 
 
 class Trl:
-    """A trainer of TRL with a model and a reference, and its loss for rows."""
+    """A trainer of TRL, and its loss for rows.
 
-    def __init__(self, name: str, kind: str, folder: Path, seeds: tuple[int, int] = (0, 1)) -> None:
+    Args:
+        trainer: of TRL.
+        collate: from rows to a batch as the trainer's collator makes it.
+    """
+
+    def __init__(self, trainer: Any, collate: Callable[[list[dict[str, Any]]], Any]) -> None:
+        self.trainer, self.collate = trainer, collate
+
+    @classmethod
+    def preferences(cls, name: str, kind: str, folder: Path, seeds: tuple[int, int] = (0, 1)) -> Trl:
+        """With a model and a reference, for DPO or KTO."""
         from datasets import Dataset
         from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
         trainer, config = (DPOTrainer, DPOConfig) if kind == "dpo" else (KTOTrainer, KTOConfig)
         rows = pair_rows() if kind == "dpo" else labelled_rows()
-        settings = {"use_cpu": True, "report_to": "none", "bf16": False, "max_length": None}
-        self.trainer = trainer(
+        made = trainer(
             copy.deepcopy(tiny_model(name, seeds[0])),
             copy.deepcopy(tiny_model(name, seeds[1])),
-            args=config(str(folder), gradient_checkpointing=False, per_device_train_batch_size=3, **settings),
+            args=config(str(folder), max_length=None, **SETTINGS),
             # Only the names of its columns are read.
             train_dataset=Dataset.from_list([{**rows[0], "images": rows[0]["images"][:1]}]),
             processing_class=processor_of(name),
         )
+        return cls(made, made.data_collator)
+
+    @classmethod
+    def rewards(cls, name: str, model: Any, folder: Path) -> Trl:
+        """With a reward model; rows with images are collated as for DPO, which its own collator cannot do."""
+        from datasets import Dataset
+        from trl import RewardConfig, RewardTrainer
+        from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+
+        processor = processor_of(name)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        tokenizer.chat_template = processor.chat_template
+        args = RewardConfig(str(folder), max_length=None, center_rewards_coefficient=CENTER, **SETTINGS)
+        unused = Dataset.from_list([{"chosen_ids": [1], "rejected_ids": [1]}])
+        trainer = RewardTrainer(model, args, train_dataset=unused, processing_class=tokenizer)
+
+        def collate(rows: list[dict[str, Any]]) -> Any:
+            if "images" in rows[0]:
+                batch = DataCollatorForVisionPreference(processor)(rows)
+                del batch["completion_mask"]
+                return batch
+            prepared = trainer._prepare_dataset(Dataset.from_list(rows), tokenizer, args, "train")
+            return trainer.data_collator(list(prepared))
+
+        return cls(trainer, collate)
 
     def run(self, rows: list[dict[str, Any]], attention: str = "sdpa") -> Result:
         """Return loss and gradients of TRL's own batch of these rows."""
         model = self.trainer.model
-        for one in (model, self.trainer.ref_model):
+        for one in filter(None, (model, getattr(self.trainer, "ref_model", None))):
             use_attention(one, attention)
-        batch = self.trainer.data_collator(copy.deepcopy(rows))
+        batch = self.collate(copy.deepcopy(rows))
         loss = self.trainer.compute_loss(model, batch)
         loss.backward()
         return float(loss), gradients_of(model)
@@ -173,7 +216,7 @@ def backward(model: Any, loss: torch.Tensor) -> Result:
 
 @pytest.fixture(scope="module")
 def dpo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trl]:
-    return cache(lambda name: Trl(name, "dpo", tmp_path_factory.mktemp("trl")))
+    return cache(lambda name: Trl.preferences(name, "dpo", tmp_path_factory.mktemp("trl")))
 
 
 @pytest.fixture(scope="module")
@@ -263,11 +306,11 @@ def test_kto_on_a_batch_equals_the_trainer_of_trl(
     mode = "pad" if backend == "pad" else "pack"
     keys = load(rows, name, tiny_model(name), mode=mode, batch_size=3).info.keys
     rows = [rows[int(key)] for key in keys]  # the KL term depends on the order
-    trl = Trl(name, "kto", tmp_path, seeds)
+    trl = Trl.preferences(name, "kto", tmp_path, seeds)
     right = trl.run(rows)
     if not trl.trainer._metrics["eval"]["kl"][0]:  # negative, so 0: it is positive the other way round
         seeds = (1, 0)
-        trl = Trl(name, "kto", tmp_path, seeds)
+        trl = Trl.preferences(name, "kto", tmp_path, seeds)
         right = trl.run(rows)
     assert trl.trainer._metrics["eval"]["kl"][0] > 0
     others = [trl.run([*rows[n:], *rows[:n]], attention) for attention in ("sdpa", "eager") for n in range(3)]
@@ -286,3 +329,60 @@ def test_kto_on_a_batch_equals_the_trainer_of_trl(
         return backward(model, kto_loss(found, reference_log_probs(frozen, batch), batch, point).loss)
 
     check(parity, "kto", run(kl), right, others, run(kl * 0))
+
+
+def text_rows() -> list[dict[str, Any]]:
+    """The same pairs as texts, with strings as templates of text models take them."""
+    turns = ("prompt", "chosen", "rejected")
+    return [
+        {part: [{**turn, "content": turn["content"][-1]["text"]} for turn in row[part]] for part in turns}
+        for row in pair_rows()
+    ]
+
+
+def reward_model(name: str) -> Any:
+    """A released reward model around the weights of a tiny model (Gemma 3), or of text alone (Qwen 2)."""
+    from transformers import Gemma3ForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
+
+    tiny = tiny_model(name)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        if name == "gemma3":
+            model = Gemma3ForSequenceClassification(copy.deepcopy(tiny.config))
+            model.model.load_state_dict(tiny.model.state_dict())
+        else:
+            text = tiny.config.get_text_config()
+            sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+            heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+            model = Qwen2ForSequenceClassification(
+                Qwen2Config(**{size: getattr(text, size) for size in sizes}, **heads, initializer_range=0.2)
+            )
+        model.score = torch.nn.Linear(model.score.in_features, 1, bias=False)
+    model.config.num_labels = 1
+    return model.eval()
+
+
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+@pytest.mark.parametrize(
+    ("name", "media"), [("gemma3", "images"), ("gemma3", "text"), ("qwen2_5_vl", "text")]
+)
+def test_rewards_on_pairs_of_a_batch_equal_the_trainer_of_trl(
+    name: str, media: str, mode: str, tmp_path: Path, parity: ParityRecorder
+) -> None:
+    """The label shift removes the line break that these templates write after the last answer."""
+    model, rows = reward_model(name), pair_rows() if media == "images" else text_rows()
+    trl = Trl.rewards(name, copy.deepcopy(model), tmp_path)
+    right, others = trl.run(rows), trl.run_otherwise(rows)
+    made = FAMILIES[name].build()
+    if media == "text" and name != "gemma3":
+        made.tokenizer.chat_template = made.chat_template
+        made = made.tokenizer
+    settings: dict[str, Any] = {"mode": mode, "batch_size": 1 if mode == "pack" else 3, "effort": 0}
+    (batch,) = packhorse.load(rows, made, model=model, task="preference", num_workers=0, **settings)
+
+    def run(offset: int) -> Result:
+        hidden = model.model(**model_inputs(batch, model)).last_hidden_state
+        rewards = document_rewards(model.score(hidden).roll(offset, dims=1), batch)
+        return backward(model, reward_loss(rewards, batch, center_rewards_coefficient=CENTER).loss)
+
+    check(parity, "reward", run(0), right, others, run(1))

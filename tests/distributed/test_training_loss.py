@@ -1,7 +1,9 @@
 """Two gloo processes with DDP and three accumulated micro-steps: the gradients of one big batch."""
 
+import json
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from noise_floor import noise_floor, relative_difference
 from packhorse.integrations.loss import count_supervised, token_loss
+from packhorse.integrations.preference import reference_log_probs
 from packhorse.types import Batch, BatchInfo
 
 RANKS, STEPS, LENGTH, WORDS = 2, 3, 12, 30
@@ -41,7 +44,7 @@ def gradients(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def rank_main(rank: int, folder: str) -> None:
+def start_group(rank: int, folder: str) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/meeting",
@@ -49,6 +52,10 @@ def rank_main(rank: int, folder: str) -> None:
         world_size=RANKS,
         timeout=timedelta(seconds=60),
     )
+
+
+def rank_main(rank: int, folder: str) -> None:
+    start_group(rank, folder)
     batches = [batch_of(rank, step) for step in range(STEPS)]
     plain = [Batch(batch) for batch in batches]  # without info
     tokens, weight = count_supervised(plain), count_supervised(batches)
@@ -135,3 +142,34 @@ def test_gradients_of_weighted_tokens_are_those_of_the_weighted_mean(
             floor,
             relative_difference(rank["ours"], expected),  # weights ignored
         )
+
+
+def reference_main(rank: int, folder: str) -> None:
+    """Ask a reference for rows of which each rank has cached others, as for one that is sharded."""
+    start_group(rank, folder)
+    model, ran = small_model(), []
+
+    def reference(input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+        dist.all_reduce(torch.ones(1))  # hangs if another rank does not run it
+        ran.append(rank)
+        return SimpleNamespace(logits=model(input_ids))
+
+    cache: dict[str, list[float]] = {}
+    of_steps = []
+    # Rank 1 has only a placeholder in step 0, and a row that it knows in step 2.
+    for key in (("a", ""), ("b", "c"), ("d", "c"), ("b", "c")):
+        batch = batch_of(rank, 0)
+        described = {"document_keys": ((key[rank],),), "document_roles": (("good" if key[rank] else "",),)}
+        lengths = {"document_lengths": ((LENGTH,),), "labels": batch["labels"]}
+        batch = Batch({"input_ids": batch["input_ids"]}, BatchInfo(0, 0, **described, **lengths))
+        before = len(ran)
+        reference_log_probs(reference, batch, cache)
+        of_steps.append(len(ran) - before)
+    Path(folder, f"ran{rank}.json").write_text(json.dumps([of_steps, sorted(cache)]))
+    dist.destroy_process_group()
+
+
+def test_a_reference_runs_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    mp.spawn(reference_main, args=(str(tmp_path),), nprocs=RANKS)
+    found = [json.loads((tmp_path / f"ran{rank}.json").read_text()) for rank in range(RANKS)]
+    assert found == [[[1, 1, 1, 0], ["a", "b", "d"]], [[1, 1, 1, 0], ["c"]]]

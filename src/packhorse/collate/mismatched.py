@@ -33,7 +33,10 @@ def mismatch_answers(batch: Batch) -> Batch:
     answers = [rows[row][number] for row, number in labelled]
     for (row, number), other in zip(labelled, [*answers[-1:], *answers[:-1]], strict=True):
         own = rows[row][number]
-        rows[row][number] = replace(_with_answer(own, other), role=own.role if len(labelled) > 1 else "")
+        role = own.role if len(labelled) > 1 else ""
+        rows[row][number] = replace(
+            _with_answer(own, other), role=role, key=f"{own.key} with the answer of {other.key}"
+        )
     packer = Packer(sum(len(one) for row in rows for one in row))
     packs = [packer.join(row) for row in rows]
     media = {key: (value,) for key, value in batch.items() if key in media_keys(None)}
@@ -45,6 +48,7 @@ def mismatch_answers(batch: Batch) -> Batch:
         batch.info,
         labels=labels,
         document_lengths=lengths,
+        document_keys=tuple(tuple(one.key for one in row) for row in rows),
         document_roles=tuple(tuple(one.role for one in row) for row in rows),
         document_ids=made.pop("_packed_seq_ids", None),
         slots=labels.numel(),

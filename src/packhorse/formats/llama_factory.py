@@ -7,7 +7,7 @@ that it is indexed, counted and hashed like any other file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from logging import getLogger
 from typing import Any
 
@@ -36,6 +36,7 @@ _TAGS: Mapping[str, Mapping[str, str]] = {
     },
     "openai": {"role_tag": "role", "content_tag": "content"},
 }
+_OF_HUBS = ("subset", "folder")  # LLaMA-Factory does not read them for a file either
 _SOURCES = ("hf_hub_url", "ms_hub_url")
 _NOT_READ = ("om_hub_url", "script_url", "cloud_file_name")
 
@@ -45,31 +46,50 @@ def is_entry(entry: object) -> bool:
     return isinstance(entry, Mapping) and any(key in entry for key in (*KEYS, "subset"))
 
 
-def meta_entry(entry: Mapping[str, Any], folder: str) -> dict[str, Any]:
+def meta_entry(entry: Mapping[str, Any], own_keys: Collection[str]) -> dict[str, Any]:
     """Return an entry as a meta file has it; a hub's dataset is loaded, and its file is in the cache.
+
+    Args:
+        entry: of LLaMA-Factory, which ignores keys that it does not know; so ours may be among its keys.
+        own_keys: keys of an entry of a meta file.
 
     Raises:
         ConfigError: a key or value is unknown, or the dataset cannot be loaded.
     """
-    if unknown := sorted(set(entry) - set(_KNOWN)):
-        hints = ", ".join(f"{key}{suggest(key, _KNOWN)}" for key in unknown)
-        raise ConfigError(f"unknown {hints}; known are {', '.join(_KNOWN)}", setting=unknown[0])
+    known = dict.fromkeys((*_KNOWN, *(key for key in own_keys if key != "format")))
+    own = {key: value for key, value in entry.items() if key in own_keys}
+    if unknown := sorted(set(entry) - set(known)):
+        hints = ", ".join(f"{key}{suggest(key, known)}" for key in unknown)
+        raise ConfigError(f"unknown {hints}; known are {', '.join(known)}", setting=unknown[0])
     formatting = entry.get("formatting", "alpaca")
     if formatting not in _FORMATTINGS:
-        expected = f"expected one of {', '.join(_FORMATTINGS)}{suggest(formatting, _FORMATTINGS)}"
+        expected = f"expected one of {', '.join(_FORMATTINGS)}{suggest(str(formatting), _FORMATTINGS)}"
         raise ConfigError.of("formatting", formatting, expected)
-    columns = {**_COLUMNS[formatting], **(entry.get("columns") or {})}
+    columns = {**_COLUMNS[formatting], **_names(entry, "columns")}
     if "kto_tag" in columns:
         columns["label"] = columns.pop("kto_tag")
-    tags = {**_TAGS[formatting], **(entry.get("tags") or {})}
     return {
+        "media_dir": ".",
+        **own,
         "file_name": _file_of(entry),
         "format": "prompt_response" if formatting == "alpaca" else "messages",
         "columns": columns,
-        "tags": tags,
-        "media_dir": ".",
-        "num_samples": entry.get("num_samples"),
+        "tags": {**_TAGS[formatting], **_names(entry, "tags")},
     }
+
+
+def _names(entry: Mapping[str, Any], key: str) -> Mapping[str, str]:
+    """Return the columns or tags of an entry."""
+    names = entry.get(key) or {}
+    if not isinstance(names, Mapping):
+        raise ConfigError.of(key, names, "expected an object of names")
+    return names
+
+
+def unused_keys(entry: Mapping[str, Any]) -> list[str]:
+    """Return the keys of an entry that nothing reads."""
+    of_file = () if any(entry.get(key) for key in _SOURCES) else _OF_HUBS
+    return [key for key in ("file_sha1", "script_url", "cloud_file_name", *of_file) if entry.get(key)]
 
 
 def _file_of(entry: Mapping[str, Any]) -> str:
@@ -78,6 +98,9 @@ def _file_of(entry: Mapping[str, Any]) -> str:
         if entry.get(key):
             return _hub_file(key, str(entry[key]), entry)
     if entry.get("file_name"):
+        if entry.get("split", "train") not in ("train", None):
+            expected = "a file has the split 'train' only; for a part of it set num_samples, or file_name"
+            raise ConfigError.of("split", entry["split"], f"{expected} to a file with these rows")
         return str(entry["file_name"])
     other = next((key for key in _NOT_READ if entry.get(key)), "")
     what = f"{other} is not read" if other else "there is no file_name and no hf_hub_url"
@@ -113,8 +136,9 @@ def _hub_file(key: str, name: str, entry: Mapping[str, Any]) -> str:
 def without_decoding(dataset: Any) -> Any:
     """Return a Hugging Face dataset whose media come as bytes or paths: workers decode what is used."""
     datasets = require("datasets", "hub")
-    if dataset.format["type"] not in (None, "python", "custom"):
-        dataset = dataset.with_format(None)  # of numpy or torch, which rows are not
+    given = dataset.format
+    if given["type"] not in (None, "python", "custom"):  # rows are not of numpy or torch
+        dataset = dataset.with_format(None, given["columns"], given["output_all_columns"])
     media = tuple(getattr(datasets, name) for name in ("Image", "Audio", "Video") if hasattr(datasets, name))
 
     def cast(feature: Any) -> Any:

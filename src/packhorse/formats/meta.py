@@ -22,8 +22,9 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from packhorse.errors import BadSample, ConfigError, list_some, naming, suggest
+from packhorse.errors import BadSample, ConfigError, data_errors, list_some, naming, suggest
 from packhorse.formats import llama_factory
+from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.convert import convert_row
 from packhorse.formats.row_format import FoundFormat, RowFormat, find_format, row_layout
 from packhorse.formats.summary import (
@@ -75,6 +76,7 @@ class DatasetConfig:
     rules: RowFormat
     sample_ratio: float = 1.0
     num_samples: int | None = None
+    unused: frozenset[str] = frozenset()  # keys of its entry that nothing reads
 
     def ratio_of(self, rows: int) -> float:
         """Return the share of a file with this many rows that is used."""
@@ -187,10 +189,11 @@ def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
     if not isinstance(entry, dict):
         problem = f"{where} is a {type(entry).__name__}, expected an object"
         raise ConfigError(problem, setting=name, value=entry)
-    folder = _folder(path)
+    folder, unused = _folder(path), list[str]()
     if os.path.basename(path) == llama_factory.FILE_NAME or llama_factory.is_entry(entry):
+        unused = llama_factory.unused_keys(entry)
         with naming(where):
-            entry = llama_factory.meta_entry(entry, folder)
+            entry = llama_factory.meta_entry(entry, _META_KEYS)
 
     def wrong(key: str, problem: str) -> ConfigError:
         return ConfigError(f"{where} {problem}", setting=key, value=entry.get(key))
@@ -210,7 +213,8 @@ def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
     options = {key: value for key, value in entry.items() if key in _FORMAT_KEYS}
     with naming(where):
         rules = row_format({**options, "media_dir": _media_dir(folder, options.get("media_dir"))})
-    return DatasetConfig(name, _join(folder, file_name), rules, float(ratio), number)
+    not_read = frozenset(f"{key} of its entry" for key in unused)
+    return DatasetConfig(name, _join(folder, file_name), rules, float(ratio), number, not_read)
 
 
 def row_format(options: Mapping[str, Any]) -> RowFormat:
@@ -428,6 +432,7 @@ def open_meta_dataset(
         selection = RowSelection(len(file), config.ratio_of(len(file)), world, remainder)
         selection.record_losses(config.name, ledger)
         found = find_format(check_first_rows(config, file).values(), config.rules)
+        found |= FoundFormat(unused=config.unused)
         sources.append(Source(config, file, selection, found))
         if world.rank == 0:
             record_unused_fields(config.name, found.unused, ledger)
@@ -604,25 +609,44 @@ _OTHER_TASK = ("preference_data", "no_preference")  # rows that another task rea
 def check_first_rows(config: DatasetConfig, file: RowFile) -> dict[str, Row]:
     """Return the first rows of a dataset by their keys; raise if none can be read in its format.
 
-    All ranks read the same rows, so all raise or none. A ``media_dir`` that does not exist gets a warning.
+    All ranks read the same rows, so all raise or none. A ``media_dir`` that does not exist gets a warning,
+    unless all media of these rows are elsewhere.
     """
     media_dir = config.rules.media_dir
     if media_dir is not None and is_address(media_dir):
         with naming(f"dataset '{config.name}'"):
             require_driver(media_dir)
-    elif media_dir is not None and not os.path.isdir(media_dir):
-        logger.warning(
-            "%s: media_dir %s is not a folder (nor is there one in the working directory): every media item "
-            "with a relative path will be missing, and its row dropped or replaced as missing_media",
-            config.name,
-            media_dir,
-        )
     numbers = range(min(len(file), _FIRST_ROWS))
     numbered = zip(numbers, file.read(numbers), strict=True)
     rows = {row_key(config.name, number): row for number, row in numbered if not isinstance(row, BadSample)}
     with naming(f"dataset '{config.name}'"):
         check_rows_format(rows, config.rules)
+    if media_dir is not None and not is_address(media_dir) and not os.path.isdir(media_dir):
+        _warn_of_media_dir(config.name, media_dir, rows, config.rules)
     return rows
+
+
+def _warn_of_media_dir(
+    name: str, media_dir: str, rows: Mapping[str, Mapping[str, Any]], rules: RowFormat
+) -> None:
+    """Warn of a ``media_dir`` that does not exist, unless rows have media and none of them is in it."""
+    sources: list[object] = []
+    for key, row in rows.items():
+        with data_errors():
+            example = convert_row(row, rules, key=key, dataset=name, record=Ledger().record)
+            sources += [ref.source for ref in parse_conversation(example).media]
+    if not sources or any(str(_first(source)).startswith(os.path.join(media_dir, "")) for source in sources):
+        logger.warning(
+            "%s: media_dir %s is not a folder (nor is there one in the working directory): every media item "
+            "with a relative path will be missing, and its row dropped or replaced as missing_media",
+            name,
+            media_dir,
+        )
+
+
+def _first(source: object) -> object:
+    """Return a media item, or its first frame."""
+    return next(iter(source), None) if isinstance(source, list | tuple) else source
 
 
 def check_rows_format(rows: Mapping[str, Mapping[str, Any]], rules: RowFormat) -> None:

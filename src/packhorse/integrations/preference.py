@@ -8,6 +8,7 @@ contributes a *sum*, divided by the number of pairs (or labelled answers) of all
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -79,30 +80,29 @@ def document_log_probs(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         logits: [B, S, vocabulary], of ``model(**model_inputs(batch))``.
         batch: of a loader.
     """
-    info = info_of(batch)
-    values = token_log_probs(logits, labels_of(batch))
-    owners = _document_of_tokens(info, labels_of(batch).shape)[labels_of(batch) != IGNORE_INDEX]
-    return values.new_zeros(_number_of_documents(info)).index_add(0, owners.to(values.device), values)
+    info, labels = info_of(batch), labels_of(batch)
+    values = token_log_probs(logits, labels)
+    documents = _document_of_tokens(info, labels.shape)[labels != IGNORE_INDEX]
+    return values.new_zeros(_number_of_documents(info)).index_add(0, documents.to(values.device), values)
 
 
 def document_rewards(values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return what a scalar head returns at the last token of each document, in float32 (at least) [D].
+    """Return the value of a scalar head at the last token of each document, in float32 (at least) [D].
 
-    The label shift has removed the token after it: with most templates the last token is the one that ends
-    the answer.
+    The label shift has removed one token. Most templates write a line break after the end of a turn, so the
+    last token is the one that ends the answer; to score an answer later, read the head at that token too.
 
     Args:
-        values: [B, S] or [B, S, 1], of the head.
+        values: [B, S] or [B, S, 1], of a head on the last hidden state of every token.
         batch: of a loader.
     """
     info, shape = info_of(batch), labels_of(batch).shape
     if values.shape[:2] != shape or values.numel() != shape.numel():
         raise ConfigError.of("values", tuple(values.shape), f"expected one for each token {tuple(shape)}")
-    owners = _document_of_tokens(info, shape)
+    documents = _document_of_tokens(info, shape).flatten()
+    tokens = torch.nonzero(documents >= 0).flatten()
     last = torch.zeros(_number_of_documents(info), dtype=torch.int64)
-    visible = owners.flatten() >= 0
-    index = torch.arange(shape.numel())[visible]
-    last = last.scatter_reduce(0, owners.flatten()[visible], index, "amax").to(values.device)
+    last = last.scatter_reduce(0, documents[tokens], tokens, "amax").to(values.device)
     return values.flatten()[last].to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -127,14 +127,15 @@ def _document_of_tokens(info: BatchInfo, shape: torch.Size) -> torch.Tensor:
 def _find(
     info: BatchInfo, first: DocumentRole, second: DocumentRole, what: str
 ) -> tuple[list[int], list[int]]:
-    """Return the indices of the documents with each of two roles; ConfigError for any other row."""
+    """Return the indices of the documents with each of two roles; ConfigError for any other document."""
     roles = _roles_of(info)
     keys = (key for row in info.document_keys for key in row)  # empty for a placeholder
     others = {role or "plain answers" for role, key in zip(roles, keys, strict=True) if key}
     if others := others - {first, second}:
         names = ", ".join(sorted(others))
         raise ConfigError(
-            f'this loss is for {what}; the batch has {names}. Load such rows, with task="preference"',
+            f"this loss is for {what} ({first}, {second}); the batch has {names}. Load each kind of rows "
+            'in a loader of its own, with task="preference"',
             setting="batch",
             value=names,
         )
@@ -171,7 +172,7 @@ def count_preferences(
         device: of the all-reduce; None for that of the backend.
     """
     count = sum(len(batch.info.samples) for batch in batches)
-    return int(_sum_over_ranks(torch.tensor([float(count)], dtype=torch.float64), group, device))
+    return int(_sum_over_ranks(torch.tensor([count]), group, device))
 
 
 def count_for_loss(batches: Sequence[Batch], group: dist.ProcessGroup | None = None) -> float:
@@ -197,8 +198,8 @@ def _sum_over_ranks(
 class LogProbCache(MutableMapping[str, list[float]]):
     """Log-probabilities of a reference by row key, in a file of JSON lines that later runs read.
 
-    Ranks may share a file. It belongs to one reference model and one state of the data: use another file, or
-    delete it, if either changes.
+    Ranks may share a file, and read what others have written to it. It belongs to one reference model and one
+    state of the data: use another file, or delete it, if either changes.
 
     Args:
         path: of the file, which is created if needed.
@@ -206,17 +207,34 @@ class LogProbCache(MutableMapping[str, list[float]]):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self._values = Path(path), dict[str, list[float]]()
-        for line in self.path.read_text().splitlines() if self.path.exists() else ():
-            if line.endswith("}"):  # the last one may be incomplete
+        self._end, self._appended = 0, False
+        self._read()
+
+    def _read(self) -> None:
+        """Read the lines that were written since."""
+        if not self.path.exists() or self.path.stat().st_size == self._end:
+            return
+        with open(self.path, "rb") as file:
+            file.seek(self._end)
+            lines, newline, _ = file.read().rpartition(b"\n")  # the last line may be incomplete
+        self._end += len(lines) + len(newline)
+        for line in lines.splitlines():
+            with contextlib.suppress(ValueError):  # a line that a crash cut off
                 self._values.update(json.loads(line))
 
     def __getitem__(self, key: str) -> list[float]:
+        if key not in self._values:
+            self._read()
         return self._values[key]
 
     def __setitem__(self, key: str, value: list[float]) -> None:
         self._values[key] = value
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({key: value}) + "\n")
+        line = json.dumps({key: value}).encode() + b"\n"
+        if not self._appended:
+            line = b"\n" + line  # a crash may have cut off the last line of the file
+        with open(self.path, "ab") as file:
+            file.write(line)
+        self._appended = True
 
     def __delitem__(self, key: str) -> None:
         raise TypeError(f"values of {self.path} are never deleted")
@@ -229,7 +247,10 @@ class LogProbCache(MutableMapping[str, list[float]]):
 
 
 def reference_log_probs(
-    reference: Callable[..., Any], batch: Batch, cache: MutableMapping[str, list[float]] | None = None
+    reference: Callable[..., Any],
+    batch: Batch,
+    cache: MutableMapping[str, list[float]] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Return the log-probability of each document under a reference [D], without a gradient.
 
@@ -240,33 +261,35 @@ def reference_log_probs(
         with model.disable_adapter():                   # or the model itself without its adapter (PEFT)
             reference = reference_log_probs(model, batch)
 
-    A module runs in evaluation mode. With a sharded reference (FSDP, ZeRO) and a cache, every rank must find
-    its rows in the cache in the same steps, for example because an earlier epoch has filled it.
+    A module runs in evaluation mode. With a cache, the reference runs on all ranks unless all of them find
+    their rows in it, so that a sharded reference (FSDP, ZeRO) does not hang. Every rank must then call this
+    in every micro-step: one all-reduce of a number, none without a process group.
 
     Args:
         reference: called with the inputs of the batch, returns an output with ``logits``.
         batch: of a loader, on the device of the reference.
         cache: keeps the values by row key: a dict, or a :class:`LogProbCache`. If it has all rows of the
             batch, the reference does not run.
+        group: the ranks that run the reference together; None for all.
 
     Raises:
         ConfigError: the reference runs another attention than the batch is for.
     """
     info, device = info_of(batch), batch["input_ids"].device
     keys = [key for row in info.document_keys for key in row]
-    if cache is not None and all(key in cache for key in keys if key):
+    missing = [] if cache is None else [key for key in dict.fromkeys(keys) if key and key not in cache]
+    if cache is not None and not _sum_over_ranks(torch.tensor([len(missing)]), group).any():
         values = {key: iter(cache[key]) for key in keys if key}
         return torch.tensor([next(values[key]) if key else 0.0 for key in keys], device=device)
     modules = [reference] if isinstance(reference, torch.nn.Module) else []
     with evaluation_mode(*modules):
         found = document_log_probs(reference(**model_inputs(batch, *modules)).logits, batch)
     if cache is not None:
-        of_rows: dict[str, list[float]] = {}
+        values_of_rows: dict[str, list[float]] = {}
         for key, value in zip(keys, found.tolist(), strict=True):
-            of_rows.setdefault(key, []).append(value)
-        for key, numbers in of_rows.items():
-            if key and key not in cache:
-                cache[key] = numbers
+            values_of_rows.setdefault(key, []).append(value)
+        for key in missing:
+            cache[key] = values_of_rows[key]
     return found
 
 
@@ -389,8 +412,9 @@ def mismatched_batch(batch: Batch) -> Batch:
     """Return a batch of labelled answers in which each prompt has the answer of the document before it.
 
     KTO estimates how far the model is from its reference on such documents (:func:`kl_term`). As in TRL's
-    vision collator, answers move on by one within the batch, and media stay with their prompts. Documents
-    without a partner in the batch have the role ``""``, and do not count.
+    vision collator, answers move on by one within the batch, and media stay with their prompts. A single
+    document keeps its answer, but has the role ``""``, and does not count. The keys of documents name both
+    rows, so that a cache of reference values does not take them for the rows themselves.
 
     Args:
         batch: of a loader, before it is moved to a device.

@@ -116,7 +116,10 @@ class Built(NamedTuple):
 
 
 Row = list[tuple[int | None, Sample]]
-"""The samples of one row of a batch with their indices; None for a placeholder."""
+"""The samples of one row of a batch with their indices; None for a placeholder.
+
+Both answers of a pair are always together, also in a padded batch, in which each gets a row of its own.
+"""
 
 
 class BatchBuilder:
@@ -224,9 +227,7 @@ class BatchBuilder:
         with data_errors(self.samples.on_bad) as outcome:
             return completed, self.collate(completed)
         assert outcome.error is not None
-        rejected = {index for row in rows if self._reject(row) for index, _ in row}
-        # The other answer of a pair goes too, in a row of its own.
-        usable = [row for row in rows if rejected.isdisjoint(index for index, _ in row)]
+        usable = [row for row in rows if not self._reject(row)]
         if len(usable) == len(rows):  # each row alone can be collated: no sample is at fault
             raise outcome.error.original
         completed = self._with_placeholders(usable, media_mask)

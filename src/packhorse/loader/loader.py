@@ -37,7 +37,14 @@ from packhorse.loader.epoch_stats import (
     roll_back,
 )
 from packhorse.loader.metrics import Metrics
-from packhorse.loader.startup import attn_backend, check_batches, describe_data, open_data, start_up
+from packhorse.loader.startup import (
+    attn_backend,
+    check_batches,
+    describe_data,
+    describe_remedy,
+    open_data,
+    start_up,
+)
 from packhorse.loader.state import LoaderState, Tally, describe_state
 from packhorse.loader.worker_pool import WorkerPool, default_num_workers
 from packhorse.plan.pack_plan import PackPlan
@@ -96,7 +103,8 @@ class Loader:
         attn_implementation: attention backend that packs are collated for; None in padded batches.
         ledger: samples dropped on this rank, with reasons; after a resume with ``ledger_dir`` also the
             entries that the rank's file has about the resumed epoch.
-        epoch_stats: what became of the samples of the last finished epoch; None before that.
+        epoch_stats: what became of the samples of the last finished epoch, also one at whose end the loader
+            was resumed; None before that.
     """
 
     def __init__(
@@ -303,7 +311,7 @@ class Loader:
         try:
             self._count(built, waited)
             if not self.remaining:  # now: many trainers never request the end
-                self._ranks.run_on_all_ranks("reconcile the epoch", self._reconcile)
+                self._ranks.run_on_all_ranks("reconcile the epoch", self._finish_epoch)
                 current.over = True
         except BaseException:
             self._state, current.budget.counters = state, counters
@@ -326,7 +334,13 @@ class Loader:
         current.tallies.append(current.tallies[-1].plus(tally))
         self.metrics.update(info, float(costs.max()) / mean if mean else 1.0, waited)
 
-    def _reconcile(self) -> None:
+    def _finish_epoch(self) -> None:
+        """Reconcile the epoch; raise if too many of its samples failed."""
+        stats = self._reconcile()
+        if not self.config.shard_data:
+            self._current.budget.check(stats.lost)
+
+    def _reconcile(self) -> EpochStats:
         current, shard_data = self._current, self.config.shard_data
         planned, counts = self.plan.indices, self.counts
         stats = EpochStats(
@@ -340,8 +354,7 @@ class Loader:
         self.epoch_stats = reconcile(
             stats, current.before, shard_data=shard_data, ledger=self.ledger, ranks=self._ranks
         )
-        if not shard_data:
-            current.budget.check(self.epoch_stats.lost)
+        return self.epoch_stats
 
     def close(self) -> None:
         """End the workers; the next iteration starts new ones."""
@@ -443,6 +456,7 @@ class Loader:
             restore_epoch(self.ledger, state.epoch)
             self._current.budget = self._make_budget(self.plan)
         else:  # the epoch was over
+            self._reconcile()
             self._move_to(LoaderState(self.epoch + 1))
 
     def _remaining_keys(self) -> set[str]:
@@ -505,9 +519,9 @@ class Loader:
             dropped = self._ledger_of_drops(plan)
             first = next(iter(dropped), None)
             example = "" if first is None else f"\nfor example {first.key}: {first.detail}"
+            advice = describe_remedy(self.dataset, dropped.counts())
             raise ConfigError(
-                f"no example can be used:\n{dropped.summary(len(self.dataset))}{example}\n"
-                "Run `packhorse check`, which says how to fix them"
+                f"no example can be used:\n{dropped.summary(len(self.dataset))}{example}{advice}"
             )
 
     def _make_budget(self, plan: PackPlan) -> BadSampleBudget:

@@ -201,7 +201,7 @@ class Planner:
         """Return the ledger entries of the rows that are in no pack of a plan."""
         counts, reserve = self.counts, self.reserve_in(plan)
         dropped: list[tuple[int, Reason, str]] = [
-            (index, counts.status[index], _bad_detail(counts, index))
+            (index, counts.status[index], self._bad_detail(index))
             for index in np.flatnonzero(~counts.ok).tolist()
         ]
         for reason, indices in plan.dropped_by_reason().items():
@@ -220,6 +220,15 @@ class Planner:
             drops.append(Drop.from_key(key, "plan", reason, detail))
         return drops
 
+    def _bad_detail(self, index: int) -> str:
+        """Return why a row could not be counted; saved counts keep it until they are retried."""
+        reason, hint = self.counts.status[index], ""
+        if reason in _FIXABLE_MEDIA and isinstance(self.samples.dataset, MetaDataset):
+            hint = "; `packhorse count --retry-bad` between runs retries it"
+        elif reason == "unreachable_media":
+            hint = "; the next run retries it"
+        return f"{self.counts.detail[index]} ({FOUND_WHEN_COUNTED}{hint})"
+
     @property
     def limit_detail(self) -> str:
         """Why a sample is in no pack although its tokens fit."""
@@ -229,6 +238,14 @@ class Planner:
         """Describe a plan, with a line and up to five rows for each reason why rows are in no pack."""
         # A plan has indices only: its own lines about them are replaced by lines with keys.
         lines = [line for line in plan.describe(()).splitlines() if not line.startswith(("bad ", "dropped "))]
+        if self.config.mode == "pad":  # there are no packs
+            rows = len(plan) + int((self.counts.rejected[plan.indices] > 0).sum())
+            fill = int(plan.tokens.sum()) / (rows * plan.capacity) if rows else 0.0
+            lines = [
+                f"rows       {rows:,} of at most {plan.capacity:,} tokens",
+                f"fill       {100 * fill:.3f} % of rows of this length: {plan.tokens.sum():,} tokens",
+                *(line for line in lines if line.startswith("samples ")),
+            ]
         keys: dict[str, list[str]] = {}
         for drop in self.drops(plan):
             keys.setdefault(drop.reason, []).append(drop.key)
@@ -246,7 +263,7 @@ class Planner:
         if self.config.on_bad == "raise" and len(bad):
             first = int(bad[0])
             reason: Reason = str(self.counts.status[first])  # type: ignore[assignment]
-            detail, key = _bad_detail(self.counts, first), self.samples.key(first)
+            detail, key = self._bad_detail(first), self.samples.key(first)
             raise BadSample(detail, reason=reason, key=key, stage="plan")
 
     def warn_of_overlong(self, plan: PackPlan) -> None:
@@ -281,15 +298,6 @@ def _plan_single_samples(lengths: Integers, longest: Integers, capacity: int) ->
     """Return a plan in which each sample is a pack of its own; its ``longest`` document has to fit."""
     plan = plan_packs(np.where(longest > capacity, 2, np.minimum(lengths, 1)), 1, effort=0.0)
     return replace(plan, tokens=lengths[plan.indices], capacity=capacity)
-
-
-def _bad_detail(counts: CountColumns, index: int) -> str:
-    hint = ""
-    if counts.status[index] in _FIXABLE_MEDIA:
-        hint = "; `packhorse count --retry-bad` between runs retries it"
-    elif counts.status[index] == "unreachable_media":
-        hint = "; the next run retries it"
-    return f"{counts.detail[index]} ({FOUND_WHEN_COUNTED}{hint})"
 
 
 def too_long_detail(length: int, config: LoaderConfig, reserve: int) -> str:

@@ -11,7 +11,7 @@ millisecond per row).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from logging import getLogger
@@ -147,7 +147,9 @@ def open_data(
     ranks.assert_same("have different settings", config.of_all_ranks(), "Give all of them the same settings")
     encoder = run("open the processor", lambda: Encoder(as_whole_processor(processor)))
     if not isinstance(model, ModelInfo):
-        model = run("inspect the model", partial(inspect_model, model, packed=config.mode == "pack"))
+        # Batches of preference data have no labels.
+        inspect = partial(inspect_model, packed=config.mode == "pack", trains=config.task == "sft")
+        model = run("inspect the model", partial(inspect, model))
     run("check the processor", partial(_check_processor, encoder.processor, model))
     selection = ledger if config.shard_data or ranks.world.rank == 0 else Ledger()
     shard = ranks.world if config.shard_data else None
@@ -574,3 +576,17 @@ def count_examples(
 
 def _parse_plain(example: Mapping[str, Any], key: str) -> tuple[Conversation, ...]:
     return (parse_conversation(example, key),)
+
+
+def describe_remedy(dataset: Rows, reasons: Collection[str]) -> str:
+    """Return a line with what to do about rows that cannot be used; empty if the reasons say all of it."""
+    whole = dataset.data if isinstance(dataset, Shard) else dataset
+    if isinstance(whole, MetaDataset):
+        return "\nRun `packhorse check`, which says how to fix them"
+    if "missing_media" not in reasons:
+        return ""
+    media_dir = whole.rules.media_dir if isinstance(whole, ConvertedRows) else None
+    folder = f"the working directory, {os.getcwd()}" if media_dir is None else media_dir
+    return (
+        f"\nRelative paths of media start at {folder}: dataset_options={{'media_dir': …}} sets another folder"
+    )

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from packhorse.chat import IGNORE_INDEX
+from packhorse.families import Encoder
+from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.in_memory import ConvertedRows, open_examples
 from packhorse.formats.row_format import RowFormat
 from packhorse.ledger import Ledger
@@ -85,3 +88,34 @@ def test_the_images_of_a_hugging_face_dataset_stay_encoded_until_they_are_used(t
     assert part["type"] == "image"
     assert part["image"] == str(tmp_path / "b.png") or isinstance(part["image"], bytes)
     assert rows[0]["conversation"][0]["content"][1] == {"type": "text", "text": "Who?"}
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "pandas", "arrow"])
+def test_a_format_of_a_hugging_face_dataset_is_for_its_columns_alone(kind: str) -> None:
+    """A trainer may have set the format: the rows are those of the same dataset without it."""
+    import datasets
+
+    data = datasets.Dataset.from_list([{"messages": TURNS, "weight": 2.0, "note": "a"}] * 2)
+    data.set_format(kind, columns=["messages", "weight"])
+    ledger = Ledger()
+    assert list(open_examples(data, None, ledger)) == [{**EXAMPLE, "weight": 2.0}] * 2
+    assert not len(ledger), "the note was not among the columns"
+    assert data.format["type"] == kind
+    data.set_format(kind, columns=["messages", "weight"], output_all_columns=True)
+    open_examples(data, None, ledger)
+    assert [drop.detail for drop in ledger] == ["not used: note"]
+
+
+def test_an_answer_inside_a_prompt_is_supervised_unless_its_turn_is_not_trained(qwen: Any) -> None:
+    """TRL's completion_only_loss supervises the completion alone."""
+    encoder = Encoder(qwen)
+    asked, answered = {"role": "user", "content": "And you?"}, {"role": "assistant", "content": "You."}
+    rows = [
+        {"prompt": [*TURNS, asked], "completion": [answered]},
+        {"prompt": [TURNS[0], {**TURNS[1], "train": False}, asked], "completion": [answered]},
+    ]
+    supervised = []
+    for example in open_examples(rows, None, Ledger()):
+        labels = encoder.labels(encoder.encode(parse_conversation(example))).tolist()
+        supervised.append(qwen.tokenizer.decode([label for label in labels if label != IGNORE_INDEX]))
+    assert supervised == ["Me.<|im_end|>You.<|im_end|>", "You.<|im_end|>"]

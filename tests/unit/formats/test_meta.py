@@ -261,6 +261,28 @@ def test_a_world_that_has_no_effect_and_a_missing_folder_are_warned_of(
     assert "/no/such/folder is not a folder" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("images", "warned"),
+    [
+        (["a.png"], True),
+        ([["a.png", "b.png"]], True),
+        (["/elsewhere/a.png"], False),
+        (["data:image/png;base64,aGk="], False),
+        (["data:image/png;base64,aGk=", "a.png"], True),
+    ],
+    ids=["a path", "frames", "an absolute path", "embedded", "embedded and a path"],
+)
+def test_a_missing_folder_is_warned_of_only_if_media_are_looked_up_in_it(
+    images: list[Any], warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind, column = ("video", "videos") if isinstance(images[0], list) else ("image", "images")
+    marks = f"<{kind}>" * len(images)
+    turns = [{"role": "user", "content": marks}, {"role": "assistant", "content": "y"}]
+    meta = {"a": {"file_name": "a.jsonl", "media_dir": "/no/such/folder"}}
+    open_meta_dataset(write_meta(tmp_path, meta, a=[{"messages": turns, column: images}]))
+    assert ("is not a folder" in caplog.text) == warned
+
+
 def test_what_conversion_finds_is_in_the_ledger_with_dataset_and_row(tmp_path: Path) -> None:
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[chat(0), chat(1, images=["x.jpg"])])
     examples = make_meta_dataset(meta)

@@ -272,6 +272,8 @@ def test_reference_values_are_cached_by_row_and_survive_in_a_file(tmp_path: Path
         file.write('{"9": [-1.0')  # a run was killed while it wrote
     reopened = LogProbCache(path)
     assert dict(reopened) == cache
+    reopened["10"] = cache["10"] = [-2.0]
+    assert dict(LogProbCache(path)) == dict(reopened) == cache
     for batches in (load(PAIRS, pack_size=150), load(PAIRS, mode="pad", batch_size=2)):
         for batch in batches:
             values = reference_log_probs(model, batch, reopened)
@@ -279,6 +281,30 @@ def test_reference_values_are_cached_by_row_and_survive_in_a_file(tmp_path: Path
     assert len(calls) == ran
     with pytest.raises(TypeError):
         del reopened["0"]
+
+
+def test_ranks_that_share_a_file_read_what_the_others_have_written(tmp_path: Path) -> None:
+    first, second = (LogProbCache(tmp_path / "reference.jsonl") for _ in range(2))
+    first["a"], second["b"] = [-1.0, -2.0], [-3.0]
+    assert first["b"] == [-3.0]
+    assert "a" in second
+    assert "c" not in second
+    first["c"] = [-4.0]
+    assert "c" in second
+    assert dict(first) == dict(second) == dict(LogProbCache(tmp_path / "reference.jsonl"))
+
+
+def test_a_cache_does_not_take_mismatched_documents_for_their_rows() -> None:
+    model = tiny_model("qwen2_vl")
+    (batch,) = load(LABELLED)
+    mismatched, cache = mismatched_batch(batch), dict[str, list[float]]()
+    expected = reference_log_probs(model, mismatched)
+    own = reference_log_probs(model, batch, cache)
+    for _ in range(2):  # the second time from the cache
+        assert torch.equal(reference_log_probs(model, mismatched, cache), expected)
+        assert torch.equal(reference_log_probs(model, batch, cache), own)
+    assert not torch.equal(own, expected)
+    assert len(cache) == 2 * len(LABELLED)
 
 
 def test_a_reference_for_another_attention_is_rejected() -> None:
@@ -341,7 +367,10 @@ def test_each_prompt_of_a_mismatched_batch_has_the_answer_of_the_document_before
     assert roles(mismatched) == roles(batch)
     if settings.get("pad_to_size"):
         assert mismatched["input_ids"].shape == batch.info.labels.shape
-    assert to_device(mismatched, "cpu").info.document_keys == batch.info.document_keys
+    keys = [key for row in batch.info.document_keys for key in row if key]
+    pairs = zip(keys, [*keys[-1:], *keys[:-1]], strict=True)
+    found = [key for row in to_device(mismatched, "cpu").info.document_keys for key in row if key]
+    assert found == [f"{key} with the answer of {other}" for key, other in pairs]
 
 
 def test_a_single_document_does_not_count_for_the_kl_term() -> None:

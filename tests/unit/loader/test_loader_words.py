@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import packhorse
 from contract.processors import processor
 from count_samples import write_meta, write_rows
 from loader_samples import chat as chat_of
 from loader_samples import delivered_rows, image, load, mixed_rows, texts
+from packhorse.errors import ConfigError
 from packhorse.loader import TooManyBad
 from view_samples import chat
 
@@ -107,6 +109,43 @@ def test_only_media_that_may_arrive_are_to_be_counted_again(meta: Path) -> None:
         in details["missing_media"]
     )
     assert "(found when it was counted);" in details["malformed_row"]
+
+
+@pytest.mark.parametrize("media_dir", [None, "elsewhere"])
+def test_missing_media_of_rows_in_memory_have_the_folder_they_are_looked_up_in(
+    media_dir: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their counts are not saved, and no command can check them."""
+    monkeypatch.chdir(tmp_path)
+    turns = [{"role": "user", "content": "<image>Who?"}, {"role": "assistant", "content": "Me."}]
+    options = {"dataset_options": {"media_dir": media_dir}} if media_dir else {}
+    with pytest.raises(ConfigError, match="no example can be used") as caught:
+        packhorse.load(
+            [{"messages": turns, "images": ["a.png"]}],
+            processor("qwen2_vl"),
+            model="unchecked",
+            max_bad_share=None,
+            **options,
+        )
+    message, folder = str(caught.value), media_dir or f"the working directory, {tmp_path}"
+    assert f"Relative paths of media start at {folder}: dataset_options={{'media_dir': …}} sets" in message
+    assert "packhorse c" not in message
+
+
+@pytest.mark.parametrize("media_dir", ["images", "no such folder"])
+def test_embedded_images_need_no_folder(media_dir: str, tmp_path: Path) -> None:
+    Image.new("RGB", (60, 60)).save(tmp_path / "a.png")
+    image = {"bytes": (tmp_path / "a.png").read_bytes(), "path": "a.png"}
+    turns = [{"role": "user", "content": "<image>Who?"}, {"role": "assistant", "content": "Me."}]
+    loader = packhorse.load(
+        [{"messages": turns, "images": [image]}],
+        processor("qwen2_vl"),
+        model="unchecked",
+        dataset_options={"media_dir": str(tmp_path / media_dir)},
+        num_workers=0,
+    )
+    assert [batch.info.num_images for batch in loader] == [(1,)]
+    assert not len(loader.ledger)
 
 
 def test_one_rank_says_that_rows_are_counted_now(meta: Path, caplog: pytest.LogCaptureFixture) -> None:

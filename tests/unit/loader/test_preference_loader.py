@@ -148,9 +148,17 @@ def test_a_pair_of_which_one_answer_cannot_be_counted_is_in_no_pack() -> None:
     assert [(drop.key, drop.stage) for drop in loader.ledger] == [("3", "plan")]
 
 
-@pytest.mark.parametrize(("mode", "builder"), [("pack", PackBuilder), ("pad", PadBuilder)])
+@pytest.mark.parametrize(
+    ("builder", "options"),
+    [
+        (PackBuilder, {"pack_size": 330}),
+        (PadBuilder, {"mode": "pad"}),
+        (PadBuilder, {"mode": "pad", "batch_size": 3}),
+    ],
+    ids=["pack", "pad", "pad three rows"],
+)
 def test_a_pair_that_cannot_be_collated_is_dropped_whole_with_one_entry(
-    mode: str, builder: type[BatchBuilder], monkeypatch: pytest.MonkeyPatch
+    builder: type[BatchBuilder], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collate = builder.collate
 
@@ -161,8 +169,11 @@ def test_a_pair_that_cannot_be_collated_is_dropped_whole_with_one_entry(
 
     monkeypatch.setattr(builder, "collate", fail)
     rows = draw_rows(3)
-    loader = load(rows, task="preference", mode=mode, pack_size=330, max_bad_share=None, placeholder="never")
-    seen = [index for batch in loader for index in batch.info.samples]
+    loader = load(rows, task="preference", max_bad_share=None, placeholder="never", **options)
+    infos = [batch.info for batch in loader]
+    seen = [index for info in infos for index in info.samples]
+    roles = [role for info in infos for row in info.document_roles for role in row if role]
+    assert roles == [role for index in seen for role in expected_roles(rows[index])]
     assert 0 not in seen
     dropped = [drop.key for drop in loader.ledger]
     assert dropped.count("0") == 1
@@ -177,6 +188,20 @@ def test_a_pair_longer_than_a_pack_is_dropped_whole() -> None:
     assert [(drop.key, drop.reason) for drop in loader.ledger] == [("0", "too_long")]
     padded = load(rows, task="preference", mode="pad", pack_size=int(loader.counts.rejected[0]) - 1)
     assert len(padded.plan.indices) == 2  # each answer has a row of its own
+
+
+def test_both_answers_of_a_pair_count_as_rows_of_a_padded_plan() -> None:
+    rows = draw_rows(9)
+    longest = max(
+        max(loaded.info.document_lengths)[0] for loaded in load(rows, task="preference", mode="pad")
+    )
+    loader = load(rows, task="preference", mode="pad", pack_size=longest, pad_to_size=True)
+    infos = [batch.info for batch in loader]
+    tokens, slots = sum(info.tokens for info in infos), sum(info.slots for info in infos)
+    text = loader.describe()
+    assert f"rows       15 of at most {longest} tokens" in text
+    assert f"fill       {100 * tokens / slots:.3f} % of rows of this length: {tokens:,} tokens" in text
+    assert "samples    9 packed, 0 dropped" in text
 
 
 def test_counts_of_both_tasks_are_saved_next_to_each_other(tmp_path: Path) -> None:

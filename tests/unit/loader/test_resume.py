@@ -8,7 +8,7 @@ import torch
 
 from count_samples import chat, write_meta, write_rows
 from loader_samples import delivered_rows, load, mixed_rows, texts
-from packhorse.errors import ConfigError
+from packhorse.errors import BadSample, ConfigError
 from raising import raises_config
 
 SHAPES = [(1, 1, 1), (3, 2, 1), (9, 1, 1), (4, 3, 2)]
@@ -206,6 +206,35 @@ def test_a_state_taken_at_the_end_of_an_epoch_goes_on_with_the_next():
     again.load_state_dict(loader.state_dict())
     assert (again.epoch, again.cursor) == (1, 0)
     assert sorted(delivered_rows(again)) == list(range(20))
+
+
+class Failing(list):
+    """Rows of which some cannot be read any more."""
+
+    gone = ()
+
+    def __getitem__(self, index):
+        if index in self.gone:
+            raise BadSample("gone", reason="missing_media", stage="media")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("gone", [(), (3, 5), range(20)], ids=["none", "two", "all"])
+def test_a_loader_that_resumes_at_the_end_of_an_epoch_has_the_stats_of_it(tmp_path, gone):
+    rows = Failing(texts(20))
+    settings = {"max_bad_share": None, "max_consecutive_bad": None, "ledger_dir": tmp_path}
+    loader = load(rows, **settings)
+    rows.gone = gone
+    delivered_rows(loader)
+    assert loader.epoch_stats is not None
+    assert (loader.epoch_stats.delivered, loader.epoch_stats.lost) == (20 - len(gone), len(gone))
+    rows.gone = ()
+    again = load(rows, **(settings | {"max_bad_share": 0.01}))
+    assert again.epoch_stats is None
+    again.load_state_dict(loader.state_dict())
+    assert again.epoch_stats == loader.epoch_stats
+    delivered_rows(again)
+    assert (again.epoch_stats.epoch, again.epoch_stats.delivered) == (1, 20)
 
 
 def test_breaking_off_and_iterating_again_goes_on():

@@ -307,7 +307,8 @@ def _open_file(config: DatasetConfig, index_dir: str | None) -> CheckedFile:
     except (ConfigError, MissingDependency, OSError) as error:
         problem = on_one_line(plain_error(error))
         return CheckedFile(config, None, problem=problem, notes=[("unreadable_file", problem)])
-    return CheckedFile(config, file, Fingerprint.of(data_source(file)), rows=len(file))
+    found = FoundFormat(unused=config.unused)
+    return CheckedFile(config, file, Fingerprint.of(data_source(file)), rows=len(file), found=found)
 
 
 def _add_notes(files: Sequence[CheckedFile], settings: CheckSettings) -> None:
