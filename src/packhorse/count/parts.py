@@ -146,7 +146,8 @@ def check_media_dir(config: DatasetConfig) -> None:
     except OSError as error:
         raise ConfigError(
             f"dataset '{config.name}': the media_dir {folder} cannot be read ({error.strerror}): mount it, "
-            "correct media_dir in the meta file, or grant the permission to read it",
+            "correct media_dir in the meta file (remove it if the rows hold their media), or grant the "
+            "permission to read it",
             setting="media_dir",
             value=folder,
         ) from error

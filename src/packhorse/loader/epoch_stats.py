@@ -122,8 +122,9 @@ class BadSampleBudget:
         reasons = {reason: count for reason, count in by_reason if reason not in _GOOD}
         message = (
             f"{what}, more than {setting}={limit or f'{self.max_share:.2%}'} allows. By reason: "
-            f"{_format_reasons(reasons)}. For example {examples}. `packhorse check` lists all of them and "
-            f"`packhorse check --fix` writes the data without them; or raise {setting}"
+            f"{_format_reasons(reasons)}. For example {examples}. The ledger lists all of them. For data in "
+            f"files, `packhorse check` does so before training and `packhorse check --fix` writes the data "
+            f"without them; or raise {setting}"
         )
         error = TooManyBad(message)
         error.setting, error.bad, error.samples, error.reasons = setting, bad, self.samples, reasons
