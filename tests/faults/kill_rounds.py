@@ -17,7 +17,7 @@ import signal
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,21 +197,21 @@ def view_rounds(runner: ProcessRunner, rounds: int, seed: int = 0, rows: int = 1
     plan = meta.with_suffix(".phplan")
     runner.command("plan", meta, "--processor", runner.processor, "--pack-size", PACK, "--num-workers", 1)
     planned, counts = plan.read_bytes(), {path.name: path.read_bytes() for path in sidecars(meta.parent)}
-    expected, took = _pages(runner, plan)
+    expected, took = _pages(runner, [plan])
 
     def play(number: int) -> int:
         for path in sidecars(meta.parent) if number % 2 else ():
             path.unlink()
         source: list[object] = [meta, "--processor", runner.processor, "--pack-size", PACK]
-        arguments = [str(argument) for argument in (source if number % 2 else [plan])]
+        arguments = source if number % 2 else [plan]
         delay = draw.uniform(0, took)
-        runner.start("command", delay=delay, arguments=["view", *arguments, "--port", "0"])
+        runner.start("command", delay=delay, arguments=["view", *map(str, arguments), "--port", "0"])
         _load_until_killed(runner, draw, delay)
         hit = runner.wait().killed
         tally.check(plan.read_bytes() == planned, "the plan that was shown")
         _compare_counts(tally, meta.parent, counts)
         _open_plans(tally, runner.cache)
-        tally.compare(_pages(runner, plan)[0].items(), expected.items())
+        tally.compare(_pages(runner, arguments)[0].items(), expected.items())
         tally.compare(_planned_rows(plan), range(rows))
         return hit
 
@@ -223,10 +223,10 @@ def view_rounds(runner: ProcessRunner, rounds: int, seed: int = 0, rows: int = 1
 _ADDRESSES = ("", "packs", "pack/0", "pack/1", "row/0", "row/5", "rows", "steps", "report.json", "media/0/0")
 
 
-def _pages(runner: ProcessRunner, plan: Path) -> tuple[dict[str, bytes], float]:
-    """Return the pages of a server, and how many seconds it takes to load them."""
+def _pages(runner: ProcessRunner, arguments: Sequence[object]) -> tuple[dict[str, bytes], float]:
+    """Return the pages of ``packhorse view``, and how many seconds it takes to load them."""
     started = time.monotonic()
-    pid = runner.start("command", arguments=["view", str(plan), "--port", "0"])
+    pid = runner.start("command", arguments=["view", *map(str, arguments), "--port", "0"])
     address = _address(runner, time.monotonic() + 60)
     assert address is not None, runner.output()
     pages = {name: _page(address + name) for name in _ADDRESSES}

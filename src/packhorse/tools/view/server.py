@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import ipaddress
+import json
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -110,7 +111,7 @@ def make_app(viewer: PlanViewer, host: str = "127.0.0.1") -> ASGIApp:
     require("starlette", "view")
     from starlette.applications import Starlette
     from starlette.convertors import IntegerConvertor, register_url_convertor
-    from starlette.responses import JSONResponse, Response
+    from starlette.responses import Response
     from starlette.routing import Route
 
     class _Number(IntegerConvertor):
@@ -135,6 +136,10 @@ def make_app(viewer: PlanViewer, host: str = "127.0.0.1") -> ASGIApp:
     def thumbnails(request: Request) -> Response:
         image = pages.thumbnails(request.query_params)
         return Response(image.data, media_type=image.media_type)
+
+    def report(request: Request) -> Response:
+        # In one order, whether the plan was just made or is a saved one.
+        return Response(json.dumps(viewer.report, sort_keys=True), media_type="application/json")
 
     def not_found(request: Request, error: Exception) -> Response:
         html = render("message.html", title="Not found", text="There is no such page.")
@@ -167,7 +172,7 @@ def make_app(viewer: PlanViewer, host: str = "127.0.0.1") -> ASGIApp:
             "/media/{row:number}/{number:number}/{frame:number}",
             media_item(lambda **params: pages.previews.frame(**params)),
         ),
-        Route("/report.json", lambda request: JSONResponse(viewer.report)),
+        Route("/report.json", report),
         Route("/static/{name}", static_file),
     ]
     return HostGuard(Starlette(routes=routes, exception_handlers={404: not_found}), host)
