@@ -705,14 +705,20 @@ class Encoder(ChatProcessor):
         return frozenset(what for what, is_written in written.items() if is_written)
 
     def dropped_characters(self, conversation: Conversation) -> Iterator[tuple[int, int]]:
-        """Yield the turns of answers of which the chat template drops characters, and how many."""
+        """Yield the turns of answers of which the chat template drops characters, and how many.
+
+        Those of ``reasoning_content`` count too.
+        """
         text = self.render_conversation(conversation)
         answers = self.family.answer_spans(
             self.for_conversation(conversation), self.family.turns(conversation), text
         )
         for start, end, turn in answers:
-            written = conversation.messages[turn].text if turn >= 0 else ""
-            if dropped := _dropped_length(written, text[start:end]):
+            if turn < 0:
+                continue  # generation marks do not say which turn is marked
+            message = conversation.messages[turn]
+            stated = (message.text, str(message.extras.get("reasoning_content") or ""))
+            if dropped := sum(_dropped_length(part, text[start:end]) for part in stated):
                 yield turn, dropped
 
     def answers(self, conversation: Conversation, text: str) -> list[tuple[Answer, float]]:

@@ -22,7 +22,21 @@ from packhorse.formats.conversation import (
     parse_documents,
     preference_data,
 )
-from packhorse.formats.row_format import Layout, RowFormat, Tags, row_layout
+from packhorse.formats.row_format import (
+    MEDIA_FIELDS,
+    PART_TYPES,
+    SOURCE_FIELDS,
+    TEXT_FIELDS,
+    TURN_FIELDS,
+    Layout,
+    RowFormat,
+    Tags,
+    name_unused,
+    part_type,
+    row_layout,
+    turn_names,
+    unused_in_part,
+)
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.media import describe, resolve
 from packhorse.media.settings import with_dataset_settings
@@ -42,15 +56,6 @@ _PASSED_ON = ("mm_inputs_meta", "_text_tokens", "_injected_fake")
 _THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _DATA_URI = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
 _HTTP = re.compile(r"(?:^|::)https?://", re.IGNORECASE)  # also inside a chain such as simplecache::https://…
-# Types of parts and the media they are: OpenAI's names, and input_audio with base64 data.
-_PART_TYPES: Mapping[str, MediaKind] = {
-    **{kind: kind for kind in MEDIA_KINDS},
-    **{f"{kind}_url": kind for kind in MEDIA_KINDS},
-    "input_image": "image",
-    "input_audio": "audio",
-}
-_SOURCE_FIELDS = ("path", "url", "bytes", "base64", "data")
-_TEXT_FIELDS = ("text", "value", "content")
 
 
 def convert_sharegpt_to_conversation(
@@ -94,9 +99,15 @@ def convert_sharegpt_to_conversation(
 
 
 def convert_row(
-    row: Mapping[str, Any], rules: RowFormat, *, key: str, dataset: str, record: Callable[[Drop], None]
+    row: Mapping[str, Any],
+    rules: RowFormat,
+    *,
+    key: str,
+    dataset: str,
+    record: Callable[[Drop], None],
+    unused: set[str] | None = None,
 ) -> dict[str, Any]:
-    """Turn one row of a dataset into an example.
+    """Turn one row of a dataset into an example; add the fields that nothing reads to ``unused``.
 
     For the task ``"preference"`` it has ``rejected``, the turns with the other answer, or ``label``: whether
     its answer is good. Of its answers, only those that the preference is about are supervised.
@@ -108,20 +119,11 @@ def convert_row(
         layout = row_layout(row, rules)
     except BadSample as error:
         raise error.with_key(key) from None
-    return _Conversion(row, rules, layout, key, dataset, record).result()
-
-
-def turn_names(tags: Tags, turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the names of the role and the content of a turn; None for one that it lacks."""
-    name = tags.role_tag or "role"
-    role = name if name in turn else None
-    if turn.get(name) is None and tags.role_tag is None and "from" in turn:
-        role = "from"  # a table has every name in every turn
-    name = tags.content_tag or "content"
-    content = name if name in turn else None
-    if turn.get(name) is None and tags.content_tag is None and "value" in turn:
-        content = "value"
-    return role, content
+    conversion = _Conversion(row, rules, layout, key, dataset, record)
+    example = conversion.result()
+    if unused is not None and (layout.unused or conversion.unused):
+        unused.update(layout.unused_in(rules.task), conversion.unused)
+    return example
 
 
 class _Conversion:
@@ -142,6 +144,7 @@ class _Conversion:
         self.values = {part: row.get(column) for part, column in layout.columns.items()}
         self.has_ready_parts = False
         self.media: dict[str, Iterator[Any]] = {}
+        self.unused: set[str] = set()  # fields of turns, parts and media
 
     def result(self) -> dict[str, Any]:
         if self.rules.task == "preference":
@@ -396,6 +399,8 @@ class _Conversion:
             extras = {
                 field: value for field, value in turn.items() if field not in tags and value is not None
             }
+            if not TURN_FIELDS.issuperset(extras):
+                self.unused |= name_unused("messages", extras, TURN_FIELDS)
         if role is None:
             known = ", ".join(dict.fromkeys(self.roles))
             found = f"turn {number} has role {name!r}, expected {known} (tags= names the roles of a dataset)"
@@ -510,17 +515,17 @@ class _Conversion:
 
     def _typed_part(self, number: int, part: dict[str, Any]) -> dict[str, Any]:
         """Return a part of a row as an example has it: text, or a media item with its source."""
-        name = part.get("type")
-        if name is None:  # {"image": "1.jpg"} or {"text": "…"}
-            name = next((kind for kind in (*MEDIA_KINDS, "text") if kind in part), None)
+        name = part_type(part)
+        if len(part) > 2 or isinstance(part.get(name), Mapping):
+            self.unused |= unused_in_part(part)
         if name == "text":
-            text = next((part[field] for field in _TEXT_FIELDS if field in part), None)
-            rest = {field: value for field, value in part.items() if field not in _TEXT_FIELDS}
+            text = next((part[field] for field in TEXT_FIELDS if field in part), None)
+            rest = {field: value for field, value in part.items() if field not in TEXT_FIELDS}
             return {**rest, "type": "text", "text": text}
-        kind = _PART_TYPES.get(name) if isinstance(name, str) else None
+        kind = PART_TYPES.get(name) if name is not None else None
         if kind is None:
             return part  # parse_conversation rejects it, with the turn
-        for field in dict.fromkeys((kind, name, *_SOURCE_FIELDS)):
+        for field in dict.fromkeys((kind, name, *SOURCE_FIELDS)):
             if field in part:
                 rest = {other: value for other, value in part.items() if other not in (field, "type")}
                 return self._media_part(kind, self._entry(field, part[field]), rest)
@@ -530,6 +535,8 @@ class _Conversion:
                 "media_mismatch",
                 f"turn {number} has a part of type {name} without a source, and the row has no {kind} for it",
             )
+        if isinstance(entry, Mapping):
+            self.unused |= name_unused(f"{kind}s", entry, MEDIA_FIELDS)
         return self._media_part(
             kind, entry, {other: value for other, value in part.items() if other != "type"}
         )
@@ -555,8 +562,10 @@ class _Conversion:
         if not isinstance(entry, Mapping):
             return {**(options or {}), "type": kind, kind: self._resolve(entry)}
         # Other fields of an entry are passed on, but do not replace the part's own.
-        own = (*_SOURCE_FIELDS, "type", *MEDIA_KINDS)
+        own = (*SOURCE_FIELDS, "type", *MEDIA_KINDS)
         extras = {name: value for name, value in entry.items() if name not in own and value is not None}
+        if options is None and extras:  # of a column: those of a part are noted with it
+            self.unused |= name_unused(f"{kind}s", extras, MEDIA_FIELDS)
         part = {**extras, **(options or {}), "type": kind}
         if entry.get("bytes") is not None:  # how Parquet files and the hub hold an image
             return {**part, kind: entry["bytes"]}
@@ -693,7 +702,7 @@ def _has_bare_parts(turns: list[Any], tags: Tags) -> bool:
     ]
     return any(
         part.get("type") in MEDIA_KINDS
-        and all(part.get(field) is None for field in (part["type"], *_SOURCE_FIELDS))
+        and all(part.get(field) is None for field in (part["type"], *SOURCE_FIELDS))
         for part in parts
     )
 
@@ -704,7 +713,7 @@ def _is_parts(content: object) -> bool:
 
 def _are_known_parts(content: object) -> bool:
     """Return whether the result of a tool is a list of parts, and not of other objects."""
-    known = {"text", *_PART_TYPES}
+    known = {"text", *PART_TYPES}
     return _is_parts(content) and all(
         part.get("type") in known or ("type" not in part and not known.isdisjoint(part))
         for part in content  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ and in any process. The spellings are one table, ``_ALIASES``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -14,9 +15,9 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from packhorse.errors import BadSample, ConfigError, list_some, suggest
-from packhorse.formats.conversation import OWN_TEMPLATE_KWARGS
-from packhorse.media.settings import check_dataset_settings
-from packhorse.types import Reasoning, Task, is_weight
+from packhorse.formats.conversation import OWN_TEMPLATE_KWARGS, TURN_WEIGHTS
+from packhorse.media.settings import ITEM_OPTIONS, check_dataset_settings
+from packhorse.types import MEDIA_KINDS, MediaKind, Reasoning, Task, is_weight
 
 FormatName = Literal["auto", "messages", "prompt_response"]
 MediaPosition = Literal["marked", "first"]
@@ -38,6 +39,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "label": ("kto_tag", "label"),
 }
 _PROMPT_COLUMNS = ("prompt", "query", "response", "history")
+_TURN_COLUMNS = ("messages", "prompt", "response", "history", "chosen", "rejected")
 _PREFERENCE_COLUMNS = ("chosen", "rejected", "label")
 _ALWAYS_READ = ("mm_inputs_meta", "_text_tokens", "_injected_fake")
 
@@ -49,6 +51,21 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "function_call": ("function_call", "tool_call"),
 }
 """Names of roles in datasets, by what they are; ``function_call`` is an answer that only calls tools."""
+
+PART_TYPES: Mapping[str, MediaKind] = {
+    **{kind: kind for kind in MEDIA_KINDS},
+    **{f"{kind}_url": kind for kind in MEDIA_KINDS},
+    "input_image": "image",
+    "input_audio": "audio",
+}
+"""Types of parts and the media they are: OpenAI's names, and ``input_audio`` with base64 data."""
+
+SOURCE_FIELDS = ("path", "url", "bytes", "base64", "data")
+TEXT_FIELDS = ("text", "value", "content")
+TURN_FIELDS = frozenset({"tool_calls", "tool_call_id", "name", "reasoning_content", *TURN_WEIGHTS})
+"""What is read of a turn next to its role and content; the chat template gets every other field too."""
+MEDIA_FIELDS = frozenset({"type", *PART_TYPES, *SOURCE_FIELDS, *ITEM_OPTIONS})
+"""What is read of a media item: of its part, or of its entry in a column."""
 
 FORMATS = {
     "messages": "turns in a list (messages or conversations; role and content, or from and value)",
@@ -231,6 +248,10 @@ class Layout:
     unused: tuple[str, ...]
     preference: Mapping[str, str]
 
+    def unused_in(self, task: Task) -> set[str]:
+        """Return the fields that a task does not read: preference data are read by one of them."""
+        return set(self.unused).difference(self.preference.values() if task == "preference" else ())
+
 
 def row_layout(row: Mapping[str, Any], rules: RowFormat) -> Layout:
     """Return where a row keeps its parts.
@@ -276,6 +297,69 @@ def _find_layout(
     return Layout(kind, read, tuple(sorted(unused)), preference)
 
 
+def turn_names(tags: Tags, turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the names of the role and the content of a turn; None for one that it lacks."""
+    name = tags.role_tag or "role"
+    role = name if name in turn else None
+    if turn.get(name) is None and tags.role_tag is None and "from" in turn:
+        role = "from"  # a table has every name in every turn
+    name = tags.content_tag or "content"
+    content = name if name in turn else None
+    if turn.get(name) is None and tags.content_tag is None and "value" in turn:
+        content = "value"
+    return role, content
+
+
+def name_unused(path: str, given: Mapping[str, Any], used: Iterable[str]) -> set[str]:
+    """Return the fields of a turn, part or media item that nothing reads, as ``messages[].score``."""
+    return {f"{path}[].{name}" for name, value in given.items() if value is not None and name not in used}
+
+
+def _unused_in_turns(row: Mapping[str, Any], layout: Layout, tags: Tags) -> set[str]:
+    """Return the fields of a row's turns, parts and media that nothing reads."""
+    unused: set[str] = set()
+    for part in _TURN_COLUMNS:
+        for turn in _mappings(row.get(layout.columns.get(part) or layout.preference.get(part, ""))):
+            role, content = turn_names(tags, turn)
+            parts = [turn]  # of a prompt
+            if role is not None:
+                unused |= name_unused("messages", turn, {*TURN_FIELDS, role, content})
+                parts = _mappings(turn.get(content))
+            for one in parts:
+                unused |= unused_in_part(one)
+    for kind in MEDIA_KINDS:
+        for entry in _mappings(row.get(layout.columns.get(f"{kind}s", ""))):
+            unused |= name_unused(f"{kind}s", entry, MEDIA_FIELDS)
+    return unused
+
+
+def unused_in_part(part: Mapping[str, Any]) -> set[str]:
+    """Return the fields of a typed part that nothing reads; none of what is no part."""
+    path, kind = "messages[].content", part_type(part)
+    if kind == "text":
+        return name_unused(path, part, {"type", *TEXT_FIELDS})
+    if kind not in PART_TYPES:
+        return set()
+    source = part.get(kind)
+    inner = source if isinstance(source, Mapping) else {}
+    return name_unused(path, {**inner, **part}, MEDIA_FIELDS)
+
+
+def part_type(part: Mapping[str, Any]) -> Any:
+    """Return the type of a part; that of ``{"image": "1.jpg"}`` is ``image``, and None is unknown."""
+    if (name := part.get("type")) is None:
+        return next((kind for kind in (*MEDIA_KINDS, "text") if kind in part), None)
+    return name if isinstance(name, str) else None
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    """Return the dicts of a list, or of its JSON text."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError):
+            value = json.loads(value)
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list | tuple) else []
+
+
 def describe_unknown(row: Mapping[str, Any], rules: RowFormat) -> str:
     """Return the message for a row without a conversation: its fields, and the closest formats."""
     names = [name for part in ("messages", "prompt", "response") for name in _ALIASES[part]]
@@ -315,7 +399,7 @@ class FoundFormat:
 
     Attributes:
         columns: (format, part, column) of what is read.
-        unused: fields that nothing reads.
+        unused: fields that nothing reads; ``messages[].score`` is one of turns.
     """
 
     columns: frozenset[tuple[str, str, str]] = frozenset()
@@ -358,6 +442,6 @@ def find_format(rows: Iterable[Mapping[str, Any]], rules: RowFormat) -> FoundFor
             layout = row_layout(row, rules)
             parts = {**layout.columns, **layout.preference}
             columns = frozenset((layout.format, part, column) for part, column in parts.items())
-            read = layout.preference.values() if rules.task == "preference" else ()
-            found |= FoundFormat(columns, frozenset(layout.unused).difference(read))
+            unused = layout.unused_in(rules.task) | _unused_in_turns(row, layout, rules.tags)
+            found |= FoundFormat(columns, frozenset(unused))
     return found

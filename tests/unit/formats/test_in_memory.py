@@ -38,6 +38,26 @@ def test_examples_are_returned_as_they_are_and_their_other_fields_reported() -> 
     assert [(drop.reason, drop.detail) for drop in ledger] == [("unused_field", "not used: id")]
 
 
+def test_a_field_that_only_a_later_row_has_is_reported_once() -> None:
+    scored = [{**TURNS[0], "score": 3}, TURNS[1]]
+    later = [{"messages": TURNS, "grade": 1}, {"messages": scored, "grade": 2}, {"messages": scored}]
+    ledger = Ledger()
+    rows = open_examples([{"messages": TURNS, "grade": None}] * 8 + later, None, ledger)
+    assert not len(ledger)
+    assert len(list(rows)) == len(list(rows)) == 11
+    assert [(drop.reason, drop.action, drop.detail) for drop in ledger] == [
+        ("unused_field", "kept", "not used: grade"),
+        ("unused_field", "kept", "not used: messages[].score"),
+    ]
+
+
+def test_a_field_that_only_a_later_example_has_is_reported() -> None:
+    ledger = Ledger()
+    data = [EXAMPLE] * 8 + [{**EXAMPLE, "images": [], "id": 3}]
+    assert open_examples(data, None, ledger) is data
+    assert [drop.detail for drop in ledger] == ["not used: id, images"]
+
+
 def test_names_that_are_not_usual_are_declared() -> None:
     data = [{"dialog": [{"who": "asker", "said": "Who?"}, {"who": "helper", "said": "Me."}]}]
     tags = {"role_tag": "who", "content_tag": "said", "user_tag": "asker", "assistant_tag": "helper"}

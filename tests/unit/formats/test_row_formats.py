@@ -270,6 +270,48 @@ def test_an_unknown_field_is_found_in_every_spelling(name: str) -> None:
     assert found.as_dict()["unused"] == ["odd"]
 
 
+@pytest.mark.parametrize(
+    ("row", "unused"),
+    [
+        ({"messages": [{**turns()[0], "score": 3}, turns()[1]]}, "messages[].score"),
+        ({"conversations": [{**from_value()[0], "score": 3}]}, "messages[].score"),
+        ({"messages": json.dumps([{**turns()[0], "score": 3}])}, "messages[].score"),
+        ({"prompt": [{**turns()[0], "score": 3}], "completion": ANSWER}, "messages[].score"),
+        ({"messages": turns([{**text(QUESTION), "score": 3}])}, "messages[].content[].score"),
+        (
+            {"messages": turns([{"type": "image", "image": "cat.png", "score": 3}])},
+            "messages[].content[].score",
+        ),
+        (
+            {"messages": turns([{"type": "image_url", "image_url": {"url": "cat.png", "detail": "low"}}])},
+            "messages[].content[].detail",
+        ),
+        ({"messages": turns(MARKED), "images": [{"path": "cat.png", "score": 3}]}, "images[].score"),
+        (
+            {"messages": turns([{"type": "image"}]), "images": [{"path": "cat.png", "score": 3}]},
+            "images[].score",
+        ),
+    ],
+    ids=["turn", "LLaVA", "JSON text", "prompt", "text part", "image part", "image_url", "column", "TRL"],
+)
+def test_a_field_of_a_turn_or_part_that_nothing_reads_is_found(row: dict[str, Any], unused: str) -> None:
+    assert find_format([row], RowFormat()).unused == {unused}
+    converted: set[str] = set()
+    convert_row(row, RowFormat(), key="a/0", dataset="a", record=Ledger().record, unused=converted)
+    assert converted == {unused}
+
+
+def test_fields_of_turns_and_parts_that_are_read_are_not_reported() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [OPENAI_CALL], "reasoning_content": "Hm."}
+    result = {"role": "tool", "content": [{"found": "fur"}], "tool_call_id": "1", "name": "look"}
+    clip = {"type": "video", "video": "clip.mp4", "fps": 2, "max_frames": 8, "video_max_pixels": 50176}
+    row = {"messages": [turns([clip])[0], call, result, {**turns()[1], "loss": True, "score": None}]}
+    assert find_format([row], RowFormat()).unused == set()
+    converted: set[str] = set()
+    convert_row(row, RowFormat(), key="a/0", dataset="a", record=Ledger().record, unused=converted)
+    assert converted == set()
+
+
 def test_the_format_of_rows_is_described_by_their_columns() -> None:
     rows = [{"conversations": from_value(), "image": "cat.png", "id": 1}, {"messages": turns()}]
     found = find_format(rows, RowFormat())
