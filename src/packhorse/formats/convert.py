@@ -41,6 +41,7 @@ from packhorse.ledger import Ledger, default_ledger
 from packhorse.media import describe, resolve
 from packhorse.media.settings import with_dataset_settings
 from packhorse.media.source import is_address
+from packhorse.rows.row_files import TableRow
 from packhorse.types import MEDIA_KINDS, Action, Drop, MediaKind, Reason, is_weight
 
 PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
@@ -320,7 +321,7 @@ class _Conversion:
 
     def _tools(self, tools: Any) -> list[Any]:
         """Return the tools as the chat template takes them: functions with a name."""
-        tools = self._parse_json(tools, "tools") if tools else []
+        tools = self._parse_json(self._stated(tools), "tools") if tools else []
         if not tools:
             return []
         if isinstance(tools, Mapping):
@@ -329,8 +330,16 @@ class _Conversion:
             raise self._bad("wrong_format", f"tools is {_summary(tools)}, expected a list of functions")
         return [
             {"type": "function", "function": tool} if "function" not in tool and "name" in tool else tool
-            for tool in map(_without_nothing, tools)
+            for tool in tools
         ]
+
+    def _stated(self, value: Any) -> Any:
+        """Return a value with the fields that the row states.
+
+        A null in JSON is stated. In a table a field is null if another row has it, which a chat template
+        would write: there, none is stated.
+        """
+        return _without_nulls(value) if isinstance(self.row, TableRow) else value
 
     def _parse_json(self, value: Any, what: str) -> Any:
         if not isinstance(value, str):
@@ -414,7 +423,7 @@ class _Conversion:
             extras["tool_calls"] = self._tool_calls(number, extras["tool_calls"])
             content = "" if content is None else content
         if role == "tool" and not isinstance(content, str) and not _are_known_parts(content):
-            content = json.dumps(content, ensure_ascii=False)
+            content = json.dumps(self._stated(content), ensure_ascii=False)
         if role == "assistant" and self.rules.reasoning == "drop":
             content, extras = _without_reasoning(content, extras)
         parts = (
@@ -442,13 +451,13 @@ class _Conversion:
     def _tool_calls(self, number: int, calls: Any) -> list[dict[str, Any]]:
         """Return calls of tools as the chat template takes them, with arguments as objects."""
         what = f"the tool call of turn {number}"
-        calls = self._parse_json(calls, what)
+        calls = self._parse_json(self._stated(calls), what)
         result = []
         for call in calls if isinstance(calls, list) else [calls]:
-            call = _without_nothing(call) if isinstance(call, Mapping) else call
-            function = call.get("function", call) if isinstance(call, Mapping) else None
+            function = call.get("function") or call if isinstance(call, Mapping) else None
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
                 raise self._bad("wrong_format", f"{what} is {_summary(call)}, expected a name and arguments")
+            function = {name: value for name, value in function.items() if value is not None}
             arguments = function.get("arguments", function.get("parameters", {}))
             if isinstance(arguments, str):
                 arguments = self._parse_json(arguments or "{}", f"arguments of {what}")
@@ -727,6 +736,13 @@ def _without_nothing(values: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in values.items()
         if value is not None
     }
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the fields of dicts that are null, at any depth."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _is_nothing(entry: object) -> bool:

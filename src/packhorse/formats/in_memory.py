@@ -15,6 +15,7 @@ from packhorse.formats.llama_factory import without_decoding
 from packhorse.formats.meta import check_rows_format, describe_rows, record_unused_fields
 from packhorse.formats.row_format import FoundFormat, RowFormat, find_format
 from packhorse.ledger import Ledger
+from packhorse.rows.row_files import TableRow
 from packhorse.types import Drop, Rows
 
 logger = getLogger("packhorse.datasets")
@@ -41,6 +42,7 @@ class ConvertedRows(Sequence[dict[str, Any]]):
     def __init__(self, rows: Rows, rules: RowFormat, ledger: Ledger, found: FoundFormat) -> None:
         self.rows, self.rules, self.ledger, self.found = rows, rules, ledger, found
         self._reported = set(found.unused)
+        self._is_table = hasattr(rows, "features")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -48,7 +50,7 @@ class ConvertedRows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
-        row = self.rows[index]
+        row = TableRow(self.rows[index]) if self._is_table else self.rows[index]
         unused: set[str] = set()
         key, record = self.key(index), self.ledger.record
         example = convert_row(row, self.rules, key=key, dataset="", record=record, unused=unused)

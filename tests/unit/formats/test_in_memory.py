@@ -139,3 +139,14 @@ def test_an_answer_inside_a_prompt_is_supervised_unless_its_turn_is_not_trained(
         labels = encoder.labels(encoder.encode(parse_conversation(example))).tolist()
         supervised.append(qwen.tokenizer.decode([label for label in labels if label != IGNORE_INDEX]))
     assert supervised == ["Me.<|im_end|>You.<|im_end|>", "You.<|im_end|>"]
+
+
+def test_nulls_of_a_hugging_face_dataset_are_fields_that_the_row_does_not_have() -> None:
+    import datasets
+
+    rows = [{"messages": TURNS, "tools": [{"name": "a", "strict": True}]}, {"messages": TURNS, "tools": []}]
+    rows[1]["tools"] = [{"name": "b", "strict": None}]
+    of_table = open_examples(datasets.Dataset.from_list(rows), None, Ledger())
+    assert of_table[1]["tools"] == [{"type": "function", "function": {"name": "b"}}]
+    of_list = open_examples(rows, None, Ledger())
+    assert of_list[1]["tools"] == [{"type": "function", "function": {"name": "b", "strict": None}}]

@@ -16,6 +16,7 @@ from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.convert import convert_row
 from packhorse.formats.row_format import FoundFormat, RowFormat, find_format, row_layout
 from packhorse.ledger import Ledger
+from packhorse.rows.row_files import TableRow, open_rows
 from raising import raises_bad_sample, raises_config
 
 
@@ -209,6 +210,64 @@ OPENAI_CALL = {"type": "function", "function": {"name": "look", "arguments": jso
 )
 def test_tool_calls_are_the_same_in_every_spelling(row: dict[str, Any]) -> None:
     assert convert(row) == TOOL_EXAMPLE
+
+
+NULLABLE = {
+    "name": "look",
+    "parameters": {"properties": {"at": {"type": ["string", "null"], "default": None}}},
+}
+NULL_CALL = {"name": "look", "arguments": {"at": None, "of": [{"a": None}]}}
+
+
+def rows_with_nulls() -> list[dict[str, Any]]:
+    as_text = {"name": "look", "arguments": json.dumps(NULL_CALL["arguments"])}
+    calls = [
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": NULL_CALL}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": as_text}]},
+        {"role": "function_call", "content": json.dumps(NULL_CALL)},
+        {"role": "function_call", "content": NULL_CALL},
+    ]
+    tools = [[NULLABLE], json.dumps([NULLABLE]), NULLABLE, json.dumps(NULLABLE)]
+    return [
+        {"messages": [turns()[0], one, {"role": "tool", "content": "fur"}], "tools": functions}
+        for one, functions in zip(calls, tools, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("row", rows_with_nulls())
+def test_nulls_that_tools_and_arguments_state_reach_the_template(row: dict[str, Any]) -> None:
+    ledger = Ledger()
+    example = convert_row(row, RowFormat(), key="a/0", dataset="a", record=ledger.record)
+    assert example["tools"] == [{"type": "function", "function": NULLABLE}]
+    assert example["conversation"][1]["tool_calls"] == [{"type": "function", "function": NULL_CALL}]
+
+
+def test_nulls_of_a_table_are_fields_that_the_row_does_not_have(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"messages": [turns()[0], {"role": "assistant", "tool_calls": [call], "content": ""}], "tools": tools}
+        for call, tools in (
+            ({"function": {"name": "look", "arguments": {"at": "cat"}}}, [{"name": "look", "strict": True}]),
+            ({"function": {"name": "see", "arguments": {"of": [{"a": 1}, {"b": 2}]}}}, [{"name": "see"}]),
+        )
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    read = open_rows(str(tmp_path / "rows.parquet"))
+    assert read[1]["tools"] == [{"name": "see", "strict": None}]
+    for row, stored in zip(rows, read.read(range(2)), strict=True):
+        assert isinstance(stored, dict)
+        assert convert(stored) == convert(row)
+
+
+def test_nulls_in_json_text_of_a_table_are_stated() -> None:
+    _, row, *_ = rows_with_nulls()
+    of_table, of_file = (
+        convert_row(one, RowFormat(), key="a/0", dataset="a", record=Ledger().record)
+        for one in (TableRow(row), row)
+    )
+    assert of_table == of_file
 
 
 def test_consecutive_calls_are_one_turn_with_several_calls() -> None:
