@@ -19,6 +19,7 @@ from packhorse.errors import BadSample, limit_of
 from packhorse.formats.conversation import (
     TURN_WEIGHTS,
     check_text,
+    extra_audio,
     parse_documents,
     preference_data,
 )
@@ -50,6 +51,7 @@ PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
 MAX_BASE64_CHARS = 64 << 20
 """The most characters of base64 data in one media item; ``PACKHORSE_MAX_BASE64_CHARS`` replaces it."""
 
+_OF_EXAMPLES = ("chat_template_kwargs", "reasoning", "audio")  # fields that rows do not have
 _SURPLUS = object()
 _LONG_TEXT = 1 << 20  # characters; shorter texts are measured together, when the example is parsed
 _MEDIA_COLUMNS: Mapping[str, MediaKind] = {"images": "image", "videos": "video", "audios": "audio"}
@@ -125,6 +127,33 @@ def convert_row(
     if unused is not None and (layout.unused or conversion.unused):
         unused.update(layout.unused_in(rules.task), conversion.unused)
     return example
+
+
+def convert_example(
+    example: Mapping[str, Any],
+    rules: RowFormat,
+    *,
+    key: str,
+    dataset: str,
+    record: Callable[[Drop], None],
+    unused: set[str] | None = None,
+) -> dict[str, Any]:
+    """Apply the settings of a dataset to an example, as :func:`convert_row` does to a row.
+
+    An example has fields that rows have not: its own ``chat_template_kwargs``, ``reasoning`` and ``audio``.
+
+    Raises:
+        BadSample: as :func:`convert_row`.
+    """
+    own = {name: example[name] for name in _OF_EXAMPLES if example.get(name) is not None}
+    row = {name: value for name, value in example.items() if name not in own}
+    result = convert_row(row, rules, key=key, dataset=dataset, record=record, unused=unused)
+    if "audio" in own:
+        conversion = _Conversion(row, rules, row_layout(row, rules), key, dataset, record)
+        own["audio"] = [conversion.source("audio", clip) for clip in extra_audio(own)]
+    if "chat_template_kwargs" in own:
+        own["chat_template_kwargs"] = {**rules.chat_template_kwargs, **own["chat_template_kwargs"]}
+    return {**result, **own}
 
 
 class _Conversion:
@@ -566,6 +595,10 @@ class _Conversion:
         part = self._own_part(kind, entry, options)
         settings = self.rules.media_settings
         return with_dataset_settings(kind, part, settings) if settings else part
+
+    def source(self, kind: MediaKind, entry: object) -> Any:
+        """Return the source of a media item, as far as the dataset allows it."""
+        return self._own_part(kind, entry, None)[kind]
 
     def _own_part(self, kind: MediaKind, entry: object, options: Mapping[str, Any] | None) -> dict[str, Any]:
         if not isinstance(entry, Mapping):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from logging import getLogger
 from typing import Any
 
 from packhorse.errors import ConfigError, data_errors
 from packhorse.formats.conversation import has_preference
-from packhorse.formats.convert import convert_row
+from packhorse.formats.convert import convert_example, convert_row
 from packhorse.formats.llama_factory import without_decoding
 from packhorse.formats.meta import check_rows_format, describe_rows, record_unused_fields
 from packhorse.formats.row_format import FoundFormat, RowFormat, find_format
@@ -53,7 +54,8 @@ class ConvertedRows(Sequence[dict[str, Any]]):
         row = TableRow(self.rows[index]) if self._is_table else self.rows[index]
         unused: set[str] = set()
         key, record = self.key(index), self.ledger.record
-        example = convert_row(row, self.rules, key=key, dataset="", record=record, unused=unused)
+        convert = convert_example if "conversation" in row and _is_example(row) else convert_row
+        example = convert(row, self.rules, key=key, dataset="", record=record, unused=unused)
         if not unused <= self._reported:
             self._report(unused - self._reported)
         return example
@@ -117,6 +119,8 @@ def open_examples(data: Rows, rules: RowFormat | None, ledger: Ledger) -> Rows:
     rules = rules if rules is not None else RowFormat()
     check_rows_format(rows, rules)
     found = find_format(rows.values(), rules)
+    if all(map(_is_example, rows.values())):
+        found = replace(found, unused=found.unused - _EXAMPLE_FIELDS)
     record_unused_fields("", found.unused, ledger)
     return ConvertedRows(data, rules, ledger, found)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -56,6 +57,46 @@ def test_a_field_that_only_a_later_example_has_is_reported() -> None:
     data = [EXAMPLE] * 8 + [{**EXAMPLE, "images": [], "id": 3}]
     assert open_examples(data, None, ledger) is data
     assert [drop.detail for drop in ledger] == ["not used: id, images"]
+
+
+def example_of(image: str, **fields: Any) -> dict[str, Any]:
+    question, answer = EXAMPLE["conversation"]
+    parts = [{"type": "image", "image": image}, *question["content"]]
+    return {"conversation": [{**question, "content": parts}, answer], **fields}
+
+
+@pytest.mark.parametrize(
+    ("image", "options", "reason"),
+    [
+        ("https://host/a.png", {"weight": 2.0}, "not_allowed"),
+        ("https://host/a.png", {"confine": True, "media_dir": "/data"}, "not_allowed"),
+        ("/etc/a.png", {"confine": True, "media_dir": "/data"}, "outside_media_dir"),
+        ("../a.png", {"confine": True, "media_dir": "/data"}, "outside_media_dir"),
+    ],
+)
+def test_media_of_examples_obey_the_settings_that_are_given(
+    image: str, options: dict[str, Any], reason: Any
+) -> None:
+    rows = open_examples([example_of(image)], RowFormat.of(**options), Ledger())
+    with raises_bad_sample(reason, key="0"):
+        rows[0]
+    data = [{**EXAMPLE, "audio": {"path": image}}]
+    with raises_bad_sample(reason, key="0"):
+        open_examples(data, RowFormat.of(**options), Ledger())[0]
+    assert open_examples([example_of(image)], RowFormat(allow_http=True), Ledger())[0] == example_of(image)
+
+
+def test_examples_keep_their_own_fields_when_settings_are_given() -> None:
+    clip = (np.zeros(3, np.float32), 16_000)
+    data = [{**EXAMPLE, "chat_template_kwargs": {"a": 1}, "reasoning": "keep", "audio": clip, "id": 3}]
+    rules = RowFormat.of(reasoning="mask", weight=2.0, chat_template_kwargs={"a": 0, "b": 2})
+    ledger = Ledger()
+    (example,) = open_examples(data, rules, ledger)
+    ((array, rate),) = example.pop("audio")
+    assert (array is clip[0], rate) == (True, clip[1])
+    options = {"chat_template_kwargs": {"a": 1, "b": 2}, "reasoning": "keep", "weight": 2.0}
+    assert example == {**EXAMPLE, **options}
+    assert [drop.detail for drop in ledger] == ["not used: id"]
 
 
 def test_names_that_are_not_usual_are_declared() -> None:
