@@ -514,11 +514,14 @@ class _Conversion:
     # --- parts -------------------------------------------------------------------------------------------
 
     def _marked_parts(self, number: int, role: str, content: object) -> list[dict[str, Any]]:
-        """Content in which ``<image>`` and the like stand for the media of the row."""
-        if not isinstance(content, str):
+        """Content in which ``<image>`` and the like stand for the media of the row.
+
+        White space around them is removed; other white space may matter (the reference removes it too, from
+        the texts of users).
+        """
+        strips = role == "user" and not self.rules.detect
+        if not isinstance(content, str) or (not strips and PLACEHOLDER.search(content) is None):
             return self._parts(number, content)
-        if role == "tool" and PLACEHOLDER.search(content) is None:
-            return self._parts(number, content)  # white space at its ends may matter
         parts: list[dict[str, Any]] = []
         end = 0
         surplus: Counter[str] = Counter()
@@ -526,7 +529,8 @@ class _Conversion:
             kind = match[1].lower()
             if kind not in self.media:
                 continue
-            self._add_text(parts, content[end : match.start()])
+            before = content[end : match.start()].rstrip()
+            self._add_text(parts, before.lstrip() if end or strips else before)
             end = match.end()
             entry = next(self.media[kind], _SURPLUS)
             if entry is _SURPLUS:
@@ -535,7 +539,8 @@ class _Conversion:
                 self._report("missing_media", f"a <{kind}> of turn {number} has an empty entry", "cut")
             else:
                 parts.append(self._media_part(kind, entry))  # type: ignore[arg-type]
-        self._add_text(parts, content[end:])
+        after = content[end:].lstrip() if end or strips else content
+        self._add_text(parts, after.rstrip() if strips else after)
         for kind, times in surplus.items():
             detail = f"turn {number} has {times} more <{kind}> than the row has {kind}s"
             self._report("surplus_placeholder", detail, "cut")
@@ -675,7 +680,7 @@ class _Conversion:
 
     @staticmethod
     def _add_text(parts: list[dict[str, Any]], text: str) -> None:
-        if text := text.strip():
+        if text:
             parts.append({"type": "text", "text": text})
 
     def _report(self, reason: Reason, detail: str, action: Action) -> None:

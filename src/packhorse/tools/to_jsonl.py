@@ -326,7 +326,7 @@ def _content_of(role: str, parts: Sequence[Mapping[str, Any]]) -> tuple[Any, lis
     """Return the content of a turn as a row has it, and the entries of media columns for its markers."""
     if len(parts) == 1 and set(parts[0]) == {"type", "text"}:
         text = parts[0]["text"]
-        if role not in _MARKED_ROLES or (text == text.strip() and not PLACEHOLDER.search(text)):
+        if role not in _MARKED_ROLES or not PLACEHOLDER.search(text):
             return text, []
     if role not in _MARKED_ROLES or not parts:
         return parts, []

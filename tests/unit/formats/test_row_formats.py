@@ -133,6 +133,27 @@ def test_encoded_images_of_parts_become_bytes(part: dict[str, Any]) -> None:
     assert found == {"type": "image", "image": png()}
 
 
+@pytest.mark.parametrize("written", ["  indented:\n    x = 1\n", "   ", "", "a < b\n", " <audio> "])
+def test_text_of_users_is_as_the_row_states_it(written: str) -> None:
+    for row in ({"messages": turns(written)}, {"prompt": written, "completion": ANSWER}):
+        assert convert(row)["conversation"][0]["content"] == [text(written)]
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_white_space_is_removed_next_to_markers_only(role: str) -> None:
+    row = {
+        "messages": [{"role": role, "content": "  Look \n<image> \n and <image>\n  x = 1\n"}, turns()[1]],
+        "images": ["1.png", "2.png"],
+    }
+    assert convert(row)["conversation"][0]["content"] == [
+        text("  Look"),
+        {"type": "image", "image": "1.png"},
+        text("and"),
+        {"type": "image", "image": "2.png"},
+        text("x = 1\n"),
+    ]
+
+
 def test_history_and_a_system_column_come_before_the_question() -> None:
     row = {"query": QUESTION, "response": ANSWER, "history": [["Hi", "Hello"]], "system": "Be brief."}
     example = convert(row)["conversation"]
