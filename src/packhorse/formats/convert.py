@@ -196,7 +196,7 @@ class _Conversion:
         has_media = any(columns.values())
         self.marks_are_media = not has_media or not _has_bare_parts(raw, self.rules.tags)
         turns = [self._turn(number, turn) for number, turn in enumerate(raw)]
-        conversation = _merge_calls([turn for turn in turns if turn is not None])
+        conversation = _merge_calls(self._cut_unknown(raw, turns) if None in turns else turns)
         self._add_system(conversation)
         if self.rules.media_position == "first":
             self._place_first(conversation)
@@ -300,8 +300,14 @@ class _Conversion:
 
     def _role_of(self, turn: Any) -> str | None:
         role, _ = turn_names(self.rules.tags, turn) if isinstance(turn, Mapping) else (None, None)
-        name = None if role is None else turn[role]
-        return self.roles.get(name) if isinstance(name, str) else None
+        return None if role is None else self._known_role(turn[role])
+
+    def _known_role(self, name: Any) -> str | None:
+        """Return what a role is by its name; None if it is unknown."""
+        if not isinstance(name, str):
+            return None
+        role = self.roles.get(name)
+        return self.rules.tags.find_role(name) if role is None and self.rules.detect else role
 
     def _train_from(self, turns: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
         """Return turns of which only the answers from number ``first`` on are supervised."""
@@ -430,7 +436,7 @@ class _Conversion:
         name, content = turn[role_tag], turn.get(content_tag)
         if isinstance(content, str) and len(content) > _LONG_TEXT:
             check_text(len(content), self.key)  # before it is searched for placeholders
-        role = self.roles.get(name) if isinstance(name, str) else None
+        role = self._known_role(name)
         extras = {}
         if len(turn) > 2 or content_tag not in turn:
             tags = (role_tag, content_tag)
@@ -440,10 +446,7 @@ class _Conversion:
             if not TURN_FIELDS.issuperset(extras):
                 self.unused |= name_unused("messages", extras, TURN_FIELDS)
         if role is None:
-            known = ", ".join(dict.fromkeys(self.roles))
-            found = f"turn {number} has role {name!r}, expected {known} (tags= names the roles of a dataset)"
-            self._report("unknown_role", found, "cut")
-            return None
+            return None  # see _cut_unknown
         if role == "function_call":
             calls = self._tool_calls(number, content)
             parts = [{"type": "text", "text": ""}]
@@ -461,6 +464,26 @@ class _Conversion:
             else self._parts(number, content)
         )
         return {**extras, "role": role, "content": parts}
+
+    def _cut_unknown(self, raw: list[Any], turns: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
+        """Return the turns of known roles; raise in a dialogue with tools, of which no part makes sense."""
+        kept = [turn for turn in turns if turn is not None]
+        uses_tools = bool(self.values.get("tools")) or any(
+            turn["role"] == "tool" or "tool_calls" in turn for turn in kept
+        )
+        known = ", ".join(dict.fromkeys(self.roles))
+        for number, turn in enumerate(turns):
+            if turn is None:
+                name = raw[number][turn_names(self.rules.tags, raw[number])[0]]
+                found = (
+                    f"turn {number} has role {name!r}, expected {known} (tags= names the roles of a dataset)"
+                )
+                if uses_tools:
+                    raise self._bad(
+                        "unknown_role", f"{found}; the row has tools, so no turn of it can be cut"
+                    )
+                self._report("unknown_role", found, "cut")
+        return kept
 
     def _tags_of(self, number: int, turn: Any) -> tuple[str, str]:
         """Return the names of a turn's role and content."""

@@ -123,6 +123,15 @@ class Tags:
         roles = {name: role for role, names in ROLES.items() if declared[role] is None for name in names}
         return roles | {name: role for role, name in declared.items() if name is not None}
 
+    @lru_cache(maxsize=256)  # noqa: B019 (of values without state)
+    def find_role(self, name: str) -> str | None:
+        """Return what a role is whose name may differ in case (``User``); None if unknown or ambiguous."""
+        roles = self.roles()
+        if name in roles:
+            return roles[name]
+        alike = {role for known, role in roles.items() if known.lower() == name.lower()}
+        return alike.pop() if len(alike) == 1 else None
+
 
 _REFERENCE_COLUMNS = Columns("messages", "images", "videos", "audios")
 _REFERENCE_TAGS = Tags("role", "content", "user", "assistant", "system")

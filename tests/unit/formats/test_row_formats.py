@@ -291,6 +291,49 @@ def test_nulls_in_json_text_of_a_table_are_stated() -> None:
     assert of_table == of_file
 
 
+@pytest.mark.parametrize(("user", "assistant"), [("User", "Assistant"), ("HUMAN", "GPT"), ("Human", "bot")])
+def test_roles_may_differ_in_case(user: str, assistant: str) -> None:
+    expected = {"conversation": PLAIN}
+    assert convert({"conversations": from_value(QUESTION, user, assistant)}) == expected
+    pair = {
+        "prompt": [{"role": user, "content": QUESTION}],
+        "chosen": [{"role": assistant, "content": ANSWER}],
+        "rejected": [{"role": assistant, "content": "A dog."}],
+    }
+    rules = RowFormat(task="preference")
+    example = convert_row(pair, rules, key="a/0", dataset="a", record=Ledger().record)
+    assert example["conversation"] == PLAIN
+
+
+def test_a_declared_role_is_unknown_in_a_case_that_fits_two() -> None:
+    tags = {"user_tag": "A", "assistant_tag": "a"}
+    assert convert({"conversations": from_value(QUESTION, "A", "a")}, tags=tags) == {"conversation": PLAIN}
+    row = {"conversations": [*from_value(QUESTION, "A", "a"), {"from": "User", "value": "?"}]}
+    ledger = Ledger()
+    convert_row(row, RowFormat.of(tags=tags), key="a/0", dataset="a", record=ledger.record)
+    (drop,) = ledger
+    assert (drop.reason, drop.action) == ("unknown_role", "cut")
+    assert drop.detail.startswith("turn 2 has role 'User', expected system, ")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": turns(), "tools": [TOOL]},
+        {"messages": [turns()[0], {"role": "tool", "content": "fur"}, turns()[1]]},
+        {"messages": [turns()[0], {"role": "function_call", "content": CALL_TEXT}, turns()[1]]},
+        {"messages": [turns()[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+    ],
+)
+def test_a_row_with_tools_and_an_unknown_role_is_rejected_as_a_whole(row: dict[str, Any]) -> None:
+    odd = {**row, "messages": [*row["messages"], {"role": "critic", "content": "Good."}]}
+    number = len(row["messages"])
+    with raises_bad_sample(
+        "unknown_role", key="a/0", match=f"turn {number} has role 'critic', expected user, "
+    ):
+        convert(odd)
+
+
 def test_consecutive_calls_are_one_turn_with_several_calls() -> None:
     calls = [{"from": "function_call", "value": CALL_TEXT}] * 2
     row = {"conversations": [*from_value()[:1], *calls, {"from": "observation", "value": "fur"}]}

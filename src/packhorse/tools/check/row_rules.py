@@ -122,10 +122,10 @@ def _add_placeholders(
     row: Row, layout: Layout, turns: list[Mapping[str, Any]], rules: RowFormat, done: list[str]
 ) -> list[Mapping[str, Any]]:
     """Put placeholders of media kinds that no user turn mentions at the beginning of the first one."""
-    roles, texts = rules.tags.roles(), dict[int, Any]()
+    texts = dict[int, Any]()
     for number, turn in enumerate(turns):
         role, content = turn_names(rules.tags, turn)
-        if role is not None and content is not None and roles.get(str(turn[role])) == "user":
+        if role is not None and content is not None and rules.tags.find_role(str(turn[role])) == "user":
             texts[number] = turn[content]
     if not texts or not all(isinstance(text, str) for text in texts.values()):
         return turns
