@@ -12,8 +12,8 @@ import binascii
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from packhorse.errors import BadSample, limit_of
 from packhorse.formats.conversation import (
@@ -33,9 +33,11 @@ from packhorse.formats.row_format import (
     RowFormat,
     Tags,
     name_unused,
+    pair_names,
     part_type,
     row_layout,
     turn_names,
+    turns_of_struct,
     unused_in_part,
 )
 from packhorse.ledger import Ledger, default_ledger
@@ -283,12 +285,16 @@ class _Conversion:
         """
         if _is_nothing(answer) or answer in ([], {}):
             raise self._bad("wrong_format", f"a pair without a {role} answer: expected both answers")
+        answer = _unzip(answer)
+        if isinstance(answer, list | tuple) and all(isinstance(one, str | list) for one in answer):
+            if len(answer) != 1:
+                found = f"{len(answer)} {role} answers, expected one: write a row for each of them"
+                raise self._bad("wrong_format", found)
+            (answer,) = answer
         if isinstance(answer, Mapping):
             answer = [answer]
         if not self._is_turns(answer):
-            tags = self.rules.tags
-            names = (tags.role_tag or "role", tags.content_tag or "content")
-            answer = [dict(zip(names, (tags.assistant_tag or "assistant", answer), strict=True))]
+            answer = [self._raw_turn("assistant", answer)]
         if self._role_of(answer[0]) in ("user", "system"):
             return list(answer)
         if not prompt or self._role_of(prompt[-1]) in ("assistant", "function_call"):
@@ -398,8 +404,9 @@ class _Conversion:
             return []
         if isinstance(turns, str) and turns.lstrip().startswith("["):
             turns = self._parse_json(turns, f"'{name}'")
+        turns = _unzip(turns)
         if not isinstance(turns, list | tuple):
-            raise self._bad("wrong_format", f"'{name}' is a {type(turns).__name__}, expected a list of turns")
+            raise self._bad("wrong_format", f"'{name}' is {_summary(turns)}, expected a list of turns")
         return list(turns)
 
     def _prompt_turns(self, answered: bool) -> list[Any]:
@@ -407,14 +414,8 @@ class _Conversion:
         prompt, query, response, history = (
             self.values.get(part) for part in ("prompt", "query", "response", "history")
         )
-        turns: list[Any] = []
-        for number, pair in enumerate(history or []):
-            if not isinstance(pair, list | tuple) or len(pair) != 2:
-                raise self._bad(
-                    "wrong_format",
-                    f"entry {number} of history is {_summary(pair)}, expected a question and its answer",
-                )
-            turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+        prompt, response = _unzip(prompt), _unzip(response)
+        turns = self._history_turns(_unzip(history)) if history else []
         if isinstance(query, str) and query:
             if prompt is not None and not isinstance(prompt, str):
                 self._note_unused("query", "the prompt is a list of turns")
@@ -422,8 +423,35 @@ class _Conversion:
                 prompt = f"{prompt}\n{query}" if prompt else query
         for role, content in (("user", prompt), ("assistant", response))[: 1 + answered]:
             if content is not None or self.rules.task == "sft":
-                turns += content or () if self._is_turns(content) else [{"role": role, "content": content}]
+                turns += content or () if self._is_turns(content) else [self._raw_turn(role, content)]
         return turns
+
+    def _history_turns(self, history: Any) -> list[Any]:
+        """Return the turns of a history: questions with their answers, or turns."""
+        turns: list[Any] = []
+        for number, entry in enumerate(history if isinstance(history, list | tuple) else [history]):
+            question_and_answer = entry
+            if isinstance(entry, Mapping):
+                if turn_names(self.rules.tags, entry)[0] is not None:
+                    turns.append(entry)
+                    continue
+                names = pair_names(self.rules.tags, entry)
+                question_and_answer = names and [entry[name] for name in names]
+                self.unused |= name_unused("history", entry, names or entry)
+            if not isinstance(question_and_answer, list | tuple) or len(question_and_answer) != 2:
+                raise self._bad(
+                    "wrong_format",
+                    f"entry {number} of history is {_summary(entry)}, expected a question and its answer, or "
+                    "a turn with role and content",
+                )
+            turns += map(self._raw_turn, ("user", "assistant"), question_and_answer)
+        return turns
+
+    def _raw_turn(self, role: Literal["user", "assistant"], content: Any) -> dict[str, Any]:
+        """Return a turn as this dataset writes turns."""
+        tags = self.rules.tags
+        name = (tags.user_tag if role == "user" else tags.assistant_tag) or role
+        return {tags.role_tag or "role": name, tags.content_tag or "content": content}
 
     def _is_turns(self, content: Any) -> bool:
         """Return whether a value is a list of messages, not of the parts of one."""
@@ -698,8 +726,18 @@ class _Conversion:
     def _entries(self, part: str) -> list[Any]:
         entries = self.values.get(part)
         if isinstance(entries, list | tuple):
+            if part != "videos" and list in map(type, entries):
+                return self._flatten(part, entries)
             return list(entries)
         return [] if _is_nothing(entries) else [entries]
+
+    def _flatten(self, part: str, entries: Sequence[Any]) -> list[Any]:
+        """Return the entries of a list for each turn; that of a video is a list of frames instead."""
+        lists = [entry if _is_list_of_media(entry) else [entry] for entry in entries]
+        if self.rules.media_position == "first" and sum(map(bool, lists)) > 1:
+            found = f"{part} has a list for each turn, but media_position='first' puts all before the first"
+            raise self._bad("wrong_format", f"{found}: write <{part[:-1]}> where each item belongs")
+        return [entry for one in lists for entry in one]
 
     @staticmethod
     def _add_text(parts: list[dict[str, Any]], text: str) -> None:
@@ -808,6 +846,17 @@ def _without_nulls(value: Any) -> Any:
 
 def _is_nothing(entry: object) -> bool:
     return entry is None or (isinstance(entry, str) and not entry)
+
+
+def _is_list_of_media(entry: object) -> bool:
+    """Return whether an entry is a list of paths, dicts or images, and not the samples of a clip."""
+    return isinstance(entry, list) and not any(isinstance(item, list | int | float) for item in entry)
+
+
+def _unzip(value: Any) -> Any:
+    """Return the turns of a dict of lists; anything else as it is."""
+    turns = turns_of_struct(value) if isinstance(value, Mapping) else None
+    return value if turns is None else turns
 
 
 def _is_inputs_meta(meta: object) -> bool:

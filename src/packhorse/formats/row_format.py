@@ -319,6 +319,25 @@ def turn_names(tags: Tags, turn: Mapping[str, Any]) -> tuple[str | None, str | N
     return role, content
 
 
+def pair_names(tags: Tags, entry: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the names of question and answer in an entry of a history; None if it has not exactly these."""
+    questions = [name for name in entry if tags.find_role(name) == "user" or name in _ALIASES["prompt"]]
+    answers = [name for name in entry if tags.find_role(name) == "assistant" or name in _ALIASES["response"]]
+    return (questions[0], answers[0]) if len(questions) == len(answers) == 1 else None
+
+
+def turns_of_struct(struct: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the turns of a dict of lists, as Hugging Face's ``Sequence({…})`` has them; None if it is none.
+
+    >>> turns_of_struct({"role": ["user"], "content": ["Hi"]})
+    [{'role': 'user', 'content': 'Hi'}]
+    """
+    lists = list(struct.values())
+    if not lists or not all(isinstance(one, list | tuple) and len(one) == len(lists[0]) for one in lists):
+        return None
+    return [dict(zip(struct, values, strict=True)) for values in zip(*lists, strict=True)]
+
+
 def name_unused(path: str, given: Mapping[str, Any], used: Iterable[str]) -> set[str]:
     """Return the fields of a turn, part or media item that nothing reads, as ``messages[].score``."""
     return {f"{path}[].{name}" for name, value in given.items() if value is not None and name not in used}
@@ -331,6 +350,9 @@ def _unused_in_turns(row: Mapping[str, Any], layout: Layout, tags: Tags) -> set[
         for turn in _mappings(row.get(layout.columns.get(part) or layout.preference.get(part, ""))):
             role, content = turn_names(tags, turn)
             parts = [turn]  # of a prompt
+            if part == "history" and role is None:
+                parts = []
+                unused |= name_unused("history", turn, pair_names(tags, turn) or turn)
             if role is not None:
                 unused |= name_unused("messages", turn, {*TURN_FIELDS, role, content})
                 parts = _mappings(turn.get(content))
@@ -362,10 +384,12 @@ def part_type(part: Mapping[str, Any]) -> Any:
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    """Return the dicts of a list, or of its JSON text."""
+    """Return the dicts of a list, of its JSON text, or of a dict of lists."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError):
             value = json.loads(value)
+    if isinstance(value, Mapping):
+        value = turns_of_struct(value)
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list | tuple) else []
 
 

@@ -64,6 +64,12 @@ SPELLINGS_OF_TEXT = {
     "question and answer": {"question": QUESTION, "answer": ANSWER},
     "typed parts": {"messages": turns([text(QUESTION)], [text(ANSWER)])},
     "typed parts with value": {"messages": turns([{"type": "text", "value": QUESTION}])},
+    "dict of lists": {"messages": {"role": ["user", "assistant"], "content": [QUESTION, ANSWER]}},
+    "dict of lists, from": {"conversations": {"from": ["human", "gpt"], "value": [QUESTION, ANSWER]}},
+    "dicts of lists": {
+        "prompt": {"role": ["user"], "content": [QUESTION]},
+        "completion": {"role": ["assistant"], "content": [ANSWER]},
+    },
     "empty columns of a table": {"messages": turns(), "images": None, "prompt": None, "system": None},
 }
 
@@ -160,6 +166,48 @@ def test_history_and_a_system_column_come_before_the_question() -> None:
     assert [turn["role"] for turn in example] == ["system", "user", "assistant", "user", "assistant"]
     assert example[0]["content"] == [text("Be brief.")]
     assert example[1]["content"] == [text("Hi")]
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [["Hi", "Hello"]],
+        turns("Hi", "Hello"),
+        [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
+        {"role": ["user", "assistant"], "content": ["Hi", "Hello"]},
+        [{"user": "Hi", "assistant": "Hello"}],
+        [{"human": "Hi", "gpt": "Hello"}],
+        [{"query": "Hi", "response": "Hello"}],
+        [{"assistant": "Hello", "user": "Hi"}],
+    ],
+)
+def test_a_history_is_the_same_in_every_spelling(history: Any) -> None:
+    row = {"query": QUESTION, "response": ANSWER, "history": history}
+    expected = convert({"messages": [*turns("Hi", "Hello"), *turns()]})
+    assert convert(row) == expected
+
+
+def test_a_field_of_a_history_that_nothing_reads_is_found() -> None:
+    entry = {"user": "Hi", "assistant": "Hello", "score": 3}
+    row = {"query": QUESTION, "response": ANSWER, "history": [entry]}
+    assert find_format([row], RowFormat()).unused == {"history[].score"}
+    converted: set[str] = set()
+    convert_row(row, RowFormat(), key="a/0", dataset="a", record=Ledger().record, unused=converted)
+    assert converted == {"history[].score"}
+
+
+def test_roles_that_are_declared_hold_for_prompts_and_histories() -> None:
+    row = {"query": QUESTION, "response": ANSWER, "history": [["Hi", "Hello"]]}
+    assert convert(row, tags={"role_tag": "who", "user_tag": "asker"}) == convert(row)
+
+
+def test_a_list_of_images_for_each_turn_is_read_in_order() -> None:
+    messages = [*turns("<image><image>Compare."), *turns(MARKED)]
+    flat = convert({"messages": messages, "images": ["1.png", "2.png", "3.png"]})
+    assert convert({"messages": messages, "images": [["1.png", "2.png"], ["3.png"]]}) == flat
+    assert convert({"messages": messages, "images": [["1.png", "2.png"], [], [{"path": "3.png"}]]}) == flat
+    with raises_bad_sample("wrong_format", key="a/0", match="images has a list for each turn"):
+        convert({"messages": messages, "images": [["1.png"], ["2.png"]]}, media_position="first")
 
 
 def test_the_system_prompt_of_a_dataset_is_for_rows_without_one() -> None:
@@ -472,6 +520,10 @@ PNG64 = base64.b64encode(png()).decode()
         ({"messages": turns(), "weight": -1}, "wrong_format"),
         ({"messages": turns(), "weight": "heavy"}, "wrong_format"),
         ({"query": "a", "response": "b", "history": ["x"]}, "wrong_format"),
+        ({"query": "a", "response": "b", "history": "x"}, "wrong_format"),
+        ({"query": "a", "response": "b", "history": [{"user": "x"}]}, "wrong_format"),
+        ({"messages": {"role": "user", "content": "x"}}, "wrong_format"),
+        ({"messages": {"role": ["user"], "content": []}}, "wrong_format"),
         ({"messages": turns(), "system": 3}, "wrong_format"),
         ({"messages": "no list"}, "wrong_format"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference_data"),
