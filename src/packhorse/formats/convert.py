@@ -26,6 +26,7 @@ from packhorse.formats.conversation import (
 from packhorse.formats.row_format import (
     MEDIA_FIELDS,
     PART_TYPES,
+    PLACEHOLDER,
     SOURCE_FIELDS,
     TEXT_FIELDS,
     TURN_FIELDS,
@@ -46,9 +47,6 @@ from packhorse.media.settings import with_dataset_settings
 from packhorse.media.source import is_address
 from packhorse.rows.row_files import TableRow
 from packhorse.types import MEDIA_KINDS, Action, Drop, MediaKind, Reason, is_weight
-
-PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
-"""The placeholder of the next media item of that kind in a user's text."""
 
 MAX_BASE64_CHARS = 64 << 20
 """The most characters of base64 data in one media item; ``PACKHORSE_MAX_BASE64_CHARS`` replaces it."""

@@ -8,6 +8,7 @@ and in any process. The spellings are one table, ``_ALIASES``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -66,6 +67,9 @@ TURN_FIELDS = frozenset({"tool_calls", "tool_call_id", "name", "reasoning_conten
 """What is read of a turn next to its role and content; the chat template gets every other field too."""
 MEDIA_FIELDS = frozenset({"type", *PART_TYPES, *SOURCE_FIELDS, *ITEM_OPTIONS})
 """What is read of a media item: of its part, or of its entry in a column."""
+
+PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
+"""The placeholder of the next media item of that kind in a user's text."""
 
 FORMATS = {
     "messages": "turns in a list (messages or conversations; role and content, or from and value)",
@@ -385,12 +389,18 @@ def part_type(part: Mapping[str, Any]) -> Any:
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
     """Return the dicts of a list, of its JSON text, or of a dict of lists."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        with suppress(ValueError):
-            value = json.loads(value)
+    value = _parse_turns(value)
     if isinstance(value, Mapping):
         value = turns_of_struct(value)
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list | tuple) else []
+
+
+def _parse_turns(value: Any) -> Any:
+    """Return the list that a JSON text holds; anything else as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
 
 
 def describe_unknown(row: Mapping[str, Any], rules: RowFormat) -> str:
@@ -433,16 +443,30 @@ class FoundFormat:
     Attributes:
         columns: (format, part, column) of what is read.
         unused: fields that nothing reads; ``messages[].score`` is one of turns.
+        marked: whether rows with media say where these belong: True for one that does, False for one that
+            does not.
     """
 
     columns: frozenset[tuple[str, str, str]] = frozenset()
     unused: frozenset[str] = frozenset()
+    marked: frozenset[bool] = frozenset()
 
     def __or__(self, other: FoundFormat) -> FoundFormat:
         """Return the format of the rows of both."""
-        if other.columns <= self.columns and other.unused <= self.unused:
+        if other.columns <= self.columns and other.unused <= self.unused and other.marked <= self.marked:
             return self
-        return FoundFormat(self.columns | other.columns, self.unused | other.unused)
+        return FoundFormat(
+            self.columns | other.columns, self.unused | other.unused, self.marked | other.marked
+        )
+
+    def advice(self) -> str:
+        """Return what to set if no row with media says where they belong; empty if one does."""
+        if self.marked != {False}:
+            return ""
+        return (
+            "no text mentions the media of its row, so they are not used. To put them before the first text "
+            'of the user set media_position to "first"'
+        )
 
     def __str__(self) -> str:
         """Return formats and columns: ``messages (messages=conversations, images)``."""
@@ -476,5 +500,31 @@ def find_format(rows: Iterable[Mapping[str, Any]], rules: RowFormat) -> FoundFor
             parts = {**layout.columns, **layout.preference}
             columns = frozenset((layout.format, part, column) for part, column in parts.items())
             unused = layout.unused_in(rules.task) | _unused_in_turns(row, layout, rules.tags)
-            found |= FoundFormat(columns, frozenset(unused))
+            marked = _are_media_marked(row, layout) if rules.media_position == "marked" else frozenset[bool]()
+            found |= FoundFormat(columns, frozenset(unused), marked)
     return found
+
+
+def _are_media_marked(row: Mapping[str, Any], layout: Layout) -> frozenset[bool]:
+    """Return whether the turns of a row mention its media; nothing for a row without media."""
+    columns = {**layout.columns, **layout.preference}
+    if not any(_has_media(row.get(columns.get(f"{kind}s", ""))) for kind in MEDIA_KINDS):
+        return frozenset()
+    texts = (_parse_turns(row.get(columns.get(part, ""))) for part in (*_TURN_COLUMNS, "query"))
+    return frozenset({any(map(_mentions_media, texts))})
+
+
+def _has_media(value: Any) -> bool:
+    """Return whether a media column has an entry."""
+    if isinstance(value, list | tuple):
+        return any(map(_has_media, value))
+    return value is not None and not (isinstance(value, str) and not value)
+
+
+def _mentions_media(value: Any) -> bool:
+    """Return whether a text, or one inside of turns, has a placeholder, or a part is a media item."""
+    if isinstance(value, str):
+        return PLACEHOLDER.search(value) is not None
+    if isinstance(value, Mapping):
+        return part_type(value) in PART_TYPES or any(map(_mentions_media, value.values()))
+    return isinstance(value, list | tuple) and any(map(_mentions_media, value))

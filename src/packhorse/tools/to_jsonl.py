@@ -22,9 +22,9 @@ from typing import IO, Any
 import orjson
 
 from packhorse.errors import BadSample, ConfigError, write_fault
-from packhorse.formats.convert import PLACEHOLDER, convert_row, is_on_the_web
+from packhorse.formats.convert import convert_row, is_on_the_web
 from packhorse.formats.meta import Meta, Source, open_meta_dataset, record_unused_fields
-from packhorse.formats.row_format import FoundFormat, RowFormat, find_format
+from packhorse.formats.row_format import PLACEHOLDER, FoundFormat, RowFormat, find_format
 from packhorse.ledger import Ledger, entry_line
 from packhorse.media.source import LmdbEntry, is_address, locate
 from packhorse.rows.row_files import Row

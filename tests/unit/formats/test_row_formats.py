@@ -498,6 +498,30 @@ def test_the_format_of_rows_is_described_by_their_columns() -> None:
     assert str(FoundFormat()) == "unknown"
 
 
+MARKED_ROWS = [
+    {"messages": turns(MARKED), "images": ["cat.png"]},
+    {"messages": json.dumps(turns([{"type": "image"}])), "images": ["cat.png"]},
+    {"instruction": QUESTION, "input": "<image>", "output": ANSWER, "images": ["cat.png"]},
+    {"query": QUESTION, "response": ANSWER, "history": [["<IMAGE>", "Yes"]], "image": "cat.png"},
+    {"prompt": MARKED, "chosen": "a", "rejected": "b", "image": "cat.png"},
+]
+
+
+@pytest.mark.parametrize("row", MARKED_ROWS)
+def test_no_advice_is_given_if_a_text_says_where_its_media_belong(row: dict[str, Any]) -> None:
+    unmarked = {"messages": turns(), "images": ["cat.png"]}
+    assert find_format([row], RowFormat()).advice() == ""
+    assert find_format([unmarked, row], RowFormat()).advice() == ""
+
+
+def test_rows_whose_media_no_text_mentions_get_one_advice() -> None:
+    rows = [{"messages": turns(), "images": [name]} for name in ("1.png", "2.png")]
+    rows.append({"messages": turns(), "images": [""]})
+    assert 'set media_position to "first"' in find_format(rows, RowFormat()).advice()
+    assert find_format(rows, RowFormat(media_position="first")).advice() == ""
+    assert find_format(rows[2:], RowFormat()).advice() == ""
+
+
 PNG64 = base64.b64encode(png()).decode()
 
 

@@ -16,9 +16,9 @@ from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.errors import BadSample
 from packhorse.families.encoder import PROCESSOR_ERRORS
 from packhorse.formats.conversation import parse_documents
-from packhorse.formats.convert import PLACEHOLDER, convert_row
+from packhorse.formats.convert import convert_row
 from packhorse.formats.meta import DatasetConfig
-from packhorse.formats.row_format import ROLES, Layout, RowFormat, row_layout, turn_names
+from packhorse.formats.row_format import PLACEHOLDER, ROLES, Layout, RowFormat, row_layout, turn_names
 from packhorse.rows.row_files import Row
 from packhorse.tools.check.rules import RULES, Violation, violation
 from packhorse.types import MEDIA_KINDS, Conversation, Drop, MediaKind, MediaRef, Message, TextPart

@@ -126,7 +126,7 @@ _ALL = (
         "surplus_media",
         "error",
         "the row has media that the text does not mention: they would be cut",
-        "write a placeholder where each media item belongs",
+        "write a placeholder where each media item belongs, or set media_position to first",
         "convert",
         repair="where the text has no placeholder of that kind, they go to the front of the first question",
     ),
