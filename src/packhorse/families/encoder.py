@@ -127,18 +127,18 @@ class LoadedMedia:
 
     def sizes(self, order: Iterable[MediaKind] | None = None) -> list[tuple[MediaKind, AnySize]]:
         """Kind and size of each media item: kinds in ``order``, or all images, then videos, then audio."""
-        plain: dict[MediaKind, Iterator[MediaSize]] = {
+        own_sizes: dict[MediaKind, Iterator[MediaSize]] = {
             "image": ((image.height, image.width) for image in self.images),
             "video": (info_of(video) for video in self.videos),
             "audio": (len(array) for array, _ in self.audios),
         }
-        sizes: dict[MediaKind, Iterator[AnySize]] = {
-            kind: iter([self.configured.get((kind, at), size) for at, size in enumerate(of_kind)])
-            for kind, of_kind in plain.items()
+        sizes_of_kind: dict[MediaKind, Iterator[AnySize]] = {
+            kind: iter([self.configured.get((kind, index), size) for index, size in enumerate(sizes)])
+            for kind, sizes in own_sizes.items()
         }
         if order is None:
-            return [(kind, size) for kind, of_kind in sizes.items() for size in of_kind]
-        return [(kind, next(sizes[kind])) for kind in order]
+            return [(kind, size) for kind, sizes in sizes_of_kind.items() for size in sizes]
+        return [(kind, next(sizes_of_kind[kind])) for kind in order]
 
     def options(self, kind: MediaKind) -> list[CallOptions]:
         """Options of the processor's call for each image or video; empty if none has settings of its own."""

@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 from packhorse.errors import BadSample, limit_of
 from packhorse.formats.conversation import (
+    EXAMPLE_SETTINGS,
+    PASSED_ON,
     TURN_WEIGHTS,
     check_text,
     extra_audio,
@@ -51,11 +53,10 @@ from packhorse.types import MEDIA_KINDS, Action, Drop, MediaKind, Reason, is_wei
 MAX_BASE64_CHARS = 64 << 20
 """The most characters of base64 data in one media item; ``PACKHORSE_MAX_BASE64_CHARS`` replaces it."""
 
-_OF_EXAMPLES = ("chat_template_kwargs", "reasoning", "audio")  # fields that rows do not have
+_OF_EXAMPLES = (*EXAMPLE_SETTINGS, "audio")  # fields that rows do not have
 _SURPLUS = object()
 _LONG_TEXT = 1 << 20  # characters; shorter texts are measured together, when the example is parsed
 _MEDIA_COLUMNS: Mapping[str, MediaKind] = {"images": "image", "videos": "video", "audios": "audio"}
-_PASSED_ON = ("mm_inputs_meta", "_text_tokens", "_injected_fake")
 _THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _DATA_URI = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
 _HTTP = re.compile(r"(?:^|::)https?://", re.IGNORECASE)  # also inside a chain such as simplecache::https://…
@@ -172,7 +173,7 @@ class _Conversion:
         self.key, self.dataset, self.record = key, dataset, record
         self.roles = rules.tags.roles()
         self.values = {part: row.get(column) for part, column in layout.columns.items()}
-        self.has_ready_parts = False
+        self.has_typed_parts = False
         self.media: dict[str, Iterator[Any]] = {}
         self.unused: set[str] = set()  # fields of turns, parts and media
 
@@ -184,7 +185,7 @@ class _Conversion:
         else:
             self._check_no_preference()
             example = {"conversation": self._conversation(self._turns()), **self._settings()}
-        if self.has_ready_parts:  # ours are well formed; the row's own may not be
+        if self.has_typed_parts:  # ours are well formed; the row's own may not be
             parse_documents(example, self.key)
         return example | self._passed_on()
 
@@ -201,7 +202,7 @@ class _Conversion:
         if self.rules.media_position == "first":
             self._place_first(conversation)
         for kind, rest in self.media.items():
-            if surplus := sum(not _is_nothing(entry) for entry in rest):
+            if surplus := sum(not _is_empty(entry) for entry in rest):
                 self._report("surplus_media", f"{surplus} more {kind}(s) than user turns mention", "cut")
         if not conversation:
             self._report("empty_conversation", "the conversation has no turns", "kept")
@@ -281,7 +282,7 @@ class _Conversion:
 
         Messages that do not begin with the answer are the whole conversation, as TRL's implicit prompts.
         """
-        if _is_nothing(answer) or answer in ([], {}):
+        if _is_empty(answer) or answer in ([], {}):
             raise self._bad("wrong_format", f"a pair without a {role} answer: expected both answers")
         answer = _unzip(answer)
         if isinstance(answer, list | tuple) and all(isinstance(one, str | list) for one in answer):
@@ -347,7 +348,7 @@ class _Conversion:
         return settings
 
     def _passed_on(self) -> dict[str, Any]:
-        fields = {name: self.row[name] for name in _PASSED_ON if name in self.row}
+        fields = {name: self.row[name] for name in PASSED_ON if name in self.row}
         tokens, meta = fields.get("_text_tokens"), fields.get("mm_inputs_meta")
         if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int)):
             raise self._bad("wrong_format", f"_text_tokens is {tokens!r:.40}, expected a whole number")
@@ -584,7 +585,7 @@ class _Conversion:
             entry = next(self.media[kind], _SURPLUS)
             if entry is _SURPLUS:
                 surplus[kind] += 1
-            elif _is_nothing(entry):
+            elif _is_empty(entry):
                 self._report("missing_media", f"a <{kind}> of turn {number} has an empty entry", "cut")
             else:
                 parts.append(self._media_part(kind, entry))  # type: ignore[arg-type]
@@ -602,8 +603,8 @@ class _Conversion:
         if not _is_parts(content):
             found = f"the content of turn {number} is {_summary(content)}, expected text or a list of parts"
             raise self._bad("wrong_format", found)
-        self.has_ready_parts = True
-        return [self._typed_part(number, _without_nothing(part)) for part in content]  # type: ignore[attr-defined]
+        self.has_typed_parts = True
+        return [self._typed_part(number, _without_nulls(part)) for part in content]  # type: ignore[attr-defined]
 
     def _typed_part(self, number: int, part: dict[str, Any]) -> dict[str, Any]:
         """Return a part of a row as an example has it: text, or a media item with its source."""
@@ -622,7 +623,7 @@ class _Conversion:
                 rest = {other: value for other, value in part.items() if other not in (field, "type")}
                 return self._media_part(kind, self._entry(field, part[field]), rest)
         entry = next(self.media.get(kind, iter(())), _SURPLUS)
-        if entry is _SURPLUS or _is_nothing(entry):
+        if entry is _SURPLUS or _is_empty(entry):
             raise self._bad(
                 "media_mismatch",
                 f"turn {number} has a part of type {name} without a source, and the row has no {kind} for it",
@@ -717,7 +718,7 @@ class _Conversion:
                 self._media_part(kind, entry)  # type: ignore[arg-type]
                 for kind, rest in self.media.items()
                 for entry in rest
-                if not _is_nothing(entry)
+                if not _is_empty(entry)
             ]
             user["content"] = [*left, *user["content"]]
 
@@ -727,7 +728,7 @@ class _Conversion:
             if part != "videos" and list in map(type, entries):
                 return self._flatten(part, entries)
             return list(entries)
-        return [] if _is_nothing(entries) else [entries]
+        return [] if _is_empty(entries) else [entries]
 
     def _flatten(self, part: str, entries: Sequence[Any]) -> list[Any]:
         """Return the entries of a list for each turn; that of a video is a list of frames instead."""
@@ -826,23 +827,19 @@ def _are_known_parts(content: object) -> bool:
     )
 
 
-def _without_nothing(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that have a value: a table has every field in every entry."""
-    return {
-        name: _without_nothing(value) if isinstance(value, Mapping) else value
-        for name, value in values.items()
-        if value is not None
-    }
-
-
 def _without_nulls(value: Any) -> Any:
-    """Return a value without the fields of dicts that are null, at any depth."""
+    """Return a dict, or a list of them, without the fields that are null, at any depth."""
     if isinstance(value, Mapping):
-        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+        return {
+            name: _without_nulls(part) if isinstance(part, Mapping | list) else part
+            for name, part in value.items()
+            if part is not None
+        }
+    is_nested = isinstance(value, list) and any(isinstance(part, Mapping | list) for part in value[:1])
+    return list(map(_without_nulls, value)) if is_nested else value
 
 
-def _is_nothing(entry: object) -> bool:
+def _is_empty(entry: object) -> bool:
     return entry is None or (isinstance(entry, str) and not entry)
 
 

@@ -10,7 +10,7 @@ from logging import getLogger
 from typing import Any
 
 from packhorse.errors import ConfigError, data_errors
-from packhorse.formats.conversation import has_preference
+from packhorse.formats.conversation import EXAMPLE_SETTINGS, PASSED_ON, ROW_SETTINGS, has_preference
 from packhorse.formats.convert import convert_example, convert_row
 from packhorse.formats.llama_factory import without_decoding
 from packhorse.formats.meta import check_rows_format, describe_rows, record_unused_fields
@@ -22,10 +22,7 @@ from packhorse.types import Drop, Rows
 logger = getLogger("packhorse.datasets")
 
 _FIRST_ROWS = 8
-_EXAMPLE_FIELDS = frozenset(
-    {"conversation", "tools", "weight", "chat_template_kwargs", "reasoning", "audio"}
-    | {"mm_inputs_meta", "_text_tokens", "_injected_fake"}
-)
+_EXAMPLE_FIELDS = frozenset({"conversation", "audio", *ROW_SETTINGS, *EXAMPLE_SETTINGS, *PASSED_ON})
 _ROLES = ("user", "assistant", "system", "tool")
 _OTHER_COLUMNS = ("images", "image", "videos", "video", "audios", "system")
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from packhorse.errors import BadSample, ConfigError, list_some, suggest
-from packhorse.formats.conversation import OWN_TEMPLATE_KWARGS, TURN_WEIGHTS
+from packhorse.formats.conversation import OWN_TEMPLATE_KWARGS, PASSED_ON, TURN_WEIGHTS
 from packhorse.media.settings import ITEM_OPTIONS, check_dataset_settings
 from packhorse.types import MEDIA_KINDS, MediaKind, Reasoning, Task, is_weight
 
@@ -42,7 +42,6 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 _PROMPT_COLUMNS = ("prompt", "query", "response", "history")
 _TURN_COLUMNS = ("messages", "prompt", "response", "history", "chosen", "rejected")
 _PREFERENCE_COLUMNS = ("chosen", "rejected", "label")
-_ALWAYS_READ = ("mm_inputs_meta", "_text_tokens", "_injected_fake")
 
 ROLES: Mapping[str, tuple[str, ...]] = {
     "user": ("user", "human"),
@@ -306,7 +305,7 @@ def _find_layout(
     other = _PROMPT_COLUMNS if kind == "messages" else ("messages",)
     preference = {part: here[part] for part in _PREFERENCE_COLUMNS if part in here}
     read = {part: column for part, column in here.items() if part not in (*other, *_PREFERENCE_COLUMNS)}
-    unused = present - set(read.values()) - set(_ALWAYS_READ)
+    unused = present - set(read.values()) - set(PASSED_ON)
     return Layout(kind, read, tuple(sorted(unused)), preference)
 
 
