@@ -13,7 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from packhorse.errors import BadSample, limit_of
 from packhorse.formats.conversation import (
@@ -54,6 +54,7 @@ MAX_BASE64_CHARS = 64 << 20
 """The most characters of base64 data in one media item; ``PACKHORSE_MAX_BASE64_CHARS`` replaces it."""
 
 _OF_EXAMPLES = (*EXAMPLE_SETTINGS, "audio")  # fields that rows do not have
+_NESTED = (Mapping, list)
 _SURPLUS = object()
 _LONG_TEXT = 1 << 20  # characters; shorter texts are measured together, when the example is parsed
 _MEDIA_COLUMNS: Mapping[str, MediaKind] = {"images": "image", "videos": "video", "audios": "audio"}
@@ -197,7 +198,10 @@ class _Conversion:
         has_media = any(columns.values())
         self.marks_are_media = not has_media or not _has_bare_parts(raw, self.rules.tags)
         turns = [self._turn(number, turn) for number, turn in enumerate(raw)]
-        conversation = _merge_calls(self._cut_unknown(raw, turns) if None in turns else turns)
+        known = [turn for turn in turns if turn is not None]
+        if len(known) < len(turns):
+            self._report_unknown(raw, turns, known)
+        conversation = _merge_calls(known)
         self._add_system(conversation)
         if self.rules.media_position == "first":
             self._place_first(conversation)
@@ -311,8 +315,7 @@ class _Conversion:
         """Return what a role is by its name; None if it is unknown."""
         if not isinstance(name, str):
             return None
-        role = self.roles.get(name)
-        return self.rules.tags.find_role(name) if role is None and self.rules.detect else role
+        return self.rules.tags.find_role(name) if self.rules.detect else self.roles.get(name)
 
     def _train_from(self, turns: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
         """Return turns of which only the answers from number ``first`` on are supervised."""
@@ -361,7 +364,7 @@ class _Conversion:
 
     def _tools(self, tools: Any) -> list[Any]:
         """Return the tools as the chat template takes them: functions with a name."""
-        tools = self._parse_json(self._stated(tools), "tools") if tools else []
+        tools = self._parse_json(self._without_table_nulls(tools), "tools") if tools else []
         if not tools:
             return []
         if isinstance(tools, Mapping):
@@ -373,11 +376,10 @@ class _Conversion:
             for tool in tools
         ]
 
-    def _stated(self, value: Any) -> Any:
-        """Return a value with the fields that the row states.
+    def _without_table_nulls(self, value: Any) -> Any:
+        """Return a value without the nulls of fields that only other rows of a table have.
 
-        A null in JSON is stated. In a table a field is null if another row has it, which a chat template
-        would write: there, none is stated.
+        A chat template would write them. In a file of JSON a null is the row's own.
         """
         return _without_nulls(value) if isinstance(self.row, TableRow) else value
 
@@ -446,7 +448,7 @@ class _Conversion:
             turns += map(self._raw_turn, ("user", "assistant"), question_and_answer)
         return turns
 
-    def _raw_turn(self, role: Literal["user", "assistant"], content: Any) -> dict[str, Any]:
+    def _raw_turn(self, role: str, content: Any) -> dict[str, Any]:
         """Return a turn as this dataset writes turns."""
         tags = self.rules.tags
         name = (tags.user_tag if role == "user" else tags.assistant_tag) or role
@@ -463,7 +465,8 @@ class _Conversion:
         name, content = turn[role_tag], turn.get(content_tag)
         if isinstance(content, str) and len(content) > _LONG_TEXT:
             check_text(len(content), self.key)  # before it is searched for placeholders
-        role = self._known_role(name)
+        role = self.roles.get(name) if isinstance(name, str) else None
+        role = self._known_role(name) if role is None else role
         extras = {}
         if len(turn) > 2 or content_tag not in turn:
             tags = (role_tag, content_tag)
@@ -473,7 +476,7 @@ class _Conversion:
             if not TURN_FIELDS.issuperset(extras):
                 self.unused |= name_unused("messages", extras, TURN_FIELDS)
         if role is None:
-            return None  # see _cut_unknown
+            return None  # see _report_unknown
         if role == "function_call":
             calls = self._tool_calls(number, content)
             parts = [{"type": "text", "text": ""}]
@@ -482,7 +485,7 @@ class _Conversion:
             extras["tool_calls"] = self._tool_calls(number, extras["tool_calls"])
             content = "" if content is None else content
         if role == "tool" and not isinstance(content, str) and not _are_known_parts(content):
-            content = json.dumps(self._stated(content), ensure_ascii=False)
+            content = json.dumps(self._without_table_nulls(content), ensure_ascii=False)
         if role == "assistant" and self.rules.reasoning == "drop":
             content, extras = _without_reasoning(content, extras)
         parts = (
@@ -492,9 +495,10 @@ class _Conversion:
         )
         return {**extras, "role": role, "content": parts}
 
-    def _cut_unknown(self, raw: list[Any], turns: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
-        """Return the turns of known roles; raise in a dialogue with tools, of which no part makes sense."""
-        kept = [turn for turn in turns if turn is not None]
+    def _report_unknown(
+        self, raw: list[Any], turns: list[dict[str, Any] | None], kept: list[dict[str, Any]]
+    ) -> None:
+        """Report the turns of unknown roles; raise in a dialogue with tools, of which no turn can be cut."""
         uses_tools = bool(self.values.get("tools")) or any(
             turn["role"] == "tool" or "tool_calls" in turn for turn in kept
         )
@@ -510,7 +514,6 @@ class _Conversion:
                         "unknown_role", f"{found}; the row has tools, so no turn of it can be cut"
                     )
                 self._report("unknown_role", found, "cut")
-        return kept
 
     def _tags_of(self, number: int, turn: Any) -> tuple[str, str]:
         """Return the names of a turn's role and content."""
@@ -530,7 +533,7 @@ class _Conversion:
     def _tool_calls(self, number: int, calls: Any) -> list[dict[str, Any]]:
         """Return calls of tools as the chat template takes them, with arguments as objects."""
         what = f"the tool call of turn {number}"
-        calls = self._parse_json(self._stated(calls), what)
+        calls = self._parse_json(self._without_table_nulls(calls), what)
         result = []
         for call in calls if isinstance(calls, list) else [calls]:
             function = call.get("function") or call if isinstance(call, Mapping) else None
@@ -609,8 +612,10 @@ class _Conversion:
     def _typed_part(self, number: int, part: dict[str, Any]) -> dict[str, Any]:
         """Return a part of a row as an example has it: text, or a media item with its source."""
         name = part_type(part)
-        if len(part) > 2 or isinstance(part.get(name), Mapping):
+        if len(part) > 2 or not isinstance(part.get(name), str):
             self.unused |= unused_in_part(part)
+        elif name == "text" and "type" in part:
+            return {"type": "text", "text": part["text"]}  # most parts
         if name == "text":
             text = next((part[field] for field in TEXT_FIELDS if field in part), None)
             rest = {field: value for field, value in part.items() if field not in TEXT_FIELDS}
@@ -831,11 +836,11 @@ def _without_nulls(value: Any) -> Any:
     """Return a dict, or a list of them, without the fields that are null, at any depth."""
     if isinstance(value, Mapping):
         return {
-            name: _without_nulls(part) if isinstance(part, Mapping | list) else part
+            name: _without_nulls(part) if isinstance(part, _NESTED) else part
             for name, part in value.items()
             if part is not None
         }
-    is_nested = isinstance(value, list) and any(isinstance(part, Mapping | list) for part in value[:1])
+    is_nested = isinstance(value, list) and any(isinstance(part, _NESTED) for part in value[:1])
     return list(map(_without_nulls, value)) if is_nested else value
 
 

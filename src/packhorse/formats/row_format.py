@@ -357,8 +357,8 @@ def _unused_in_turns(row: Mapping[str, Any], layout: Layout, tags: Tags) -> set[
                 parts = []
                 unused |= name_unused("history", turn, pair_names(tags, turn) or turn)
             if role is not None:
-                unused |= name_unused("messages", turn, {*TURN_FIELDS, role, content})
-                parts = _mappings(turn.get(content))
+                unused |= name_unused("messages", turn, {*TURN_FIELDS, role, content or ""})
+                parts = _mappings(turn.get(content or ""))
             for one in parts:
                 unused |= unused_in_part(one)
     for kind in MEDIA_KINDS:
@@ -387,10 +387,11 @@ def part_type(part: Mapping[str, Any]) -> Any:
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    """Return the dicts of a list, of its JSON text, or of a dict of lists."""
+    """Return the dicts of a list, of its JSON text, or of a dict of lists; one dict is one of them."""
     value = _parse_turns(value)
     if isinstance(value, Mapping):
-        value = turns_of_struct(value)
+        turns: list[Any] | None = turns_of_struct(value)
+        value = turns or [value]
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list | tuple) else []
 
 

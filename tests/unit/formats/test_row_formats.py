@@ -462,8 +462,16 @@ def test_an_unknown_field_is_found_in_every_spelling(name: str) -> None:
             {"messages": turns([{"type": "image"}]), "images": [{"path": "cat.png", "score": 3}]},
             "images[].score",
         ),
+        ({"messages": turns(MARKED), "image": {"path": "cat.png", "score": 3}}, "images[].score"),
+        (
+            {"messages": {"role": ["user"], "content": [QUESTION], "score": [3]}},
+            "messages[].score",
+        ),
     ],
-    ids=["turn", "LLaVA", "JSON text", "prompt", "text part", "image part", "image_url", "column", "TRL"],
+    ids=[
+        *("turn", "LLaVA", "JSON text", "prompt", "text part", "image part", "image_url", "column", "TRL"),
+        *("one image", "dict of lists"),
+    ],
 )
 def test_a_field_of_a_turn_or_part_that_nothing_reads_is_found(row: dict[str, Any], unused: str) -> None:
     assert find_format([row], RowFormat()).unused == {unused}
