@@ -3,6 +3,7 @@
 import pickle
 from collections import Counter
 from copy import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -141,6 +142,17 @@ def test_a_template_without_marks_around_reasoning_cannot_mask_it(given):
         encoder.labels(encoder.encode(answer))
     with raises_bad_sample("unsupported_turn", key="set/7", match="Set reasoning to 'keep' or 'drop'"):
         TokenCounter(encoder).count(answer)
+
+
+def test_reasoning_that_a_template_writes_without_marks_in_some_rows_only_is_not_supervised():
+    own = thinking("", "")
+    own.chat_template = own.chat_template.replace("{% if m.reasoning", "{% if loop.index > 3 and m.reasoning")
+    encoder = Encoder(own)
+    row = one_answer("Two.", reasoning="mask", reasoning_content="Add.")
+    twice = replace(row, messages=row.messages * 2)
+    encoder.labels(encoder.encode(row))
+    with raises_bad_sample("unsupported_turn", key="set/7", match="Set reasoning to 'keep' or 'drop'"):
+        encoder.labels(encoder.encode(twice))
 
 
 @pytest.mark.parametrize("given", ["reasoning_content", "text"])

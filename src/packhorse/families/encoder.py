@@ -744,7 +744,12 @@ class Encoder(ChatProcessor):
             raise CannotAlign("the generation marks of the template do not say which turn has which weight")
         if conversation.reasoning == "mask":
             marks = self._cache_for_template("reasoning", self._find_reasoning_marks)
-            if not all(marks):
+            written = (
+                (text[answer.start : answer.end], messages[answer.turn])
+                for answer in answers
+                if answer.turn >= 0
+            )
+            if not all(marks) or any(_is_unmarked(*one, marks) for one in written):
                 detail = (
                     "reasoning='mask': the chat template does not write reasoning between two marks such as "
                     "<think>…</think>. Set reasoning to 'keep' or 'drop'"
@@ -1139,6 +1144,15 @@ def _reasoning_pattern(marks: tuple[str, str]) -> re.Pattern[str]:
     return re.compile(
         "|".join(rf"{re.escape(begin)}.*?{re.escape(end)}\s*" for begin, end in pairs), re.DOTALL
     )
+
+
+def _is_unmarked(written: str, message: Message, marks: tuple[str, str]) -> bool:
+    """Return whether the template wrote the reasoning of an answer without these marks, or ``<think>``.
+
+    Some templates have marks for it only in rows with tools.
+    """
+    thought = str(message.extras.get("reasoning_content") or "").strip()
+    return bool(thought) and thought in written and marks[1] not in written and _THINK[1] not in written
 
 
 def _reasons(conversation: Conversation) -> bool:
