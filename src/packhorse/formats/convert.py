@@ -573,7 +573,7 @@ class _Conversion:
         the texts of users).
         """
         strips = role == "user" and not self.rules.detect
-        if not isinstance(content, str) or (not strips and PLACEHOLDER.search(content) is None):
+        if not isinstance(content, str) or ("<" not in content and not strips):
             return self._parts(number, content)
         parts: list[dict[str, Any]] = []
         end = 0
