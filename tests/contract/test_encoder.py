@@ -3,12 +3,15 @@
 import pickle
 from collections import Counter
 from copy import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
-from contract.processors import FAMILIES, processor
+from contract.processors import FAMILIES, build, processor
 from contract.samples import make_image, turns
+from packhorse.chat import IGNORE_INDEX
+from packhorse.count.token_counter import TokenCounter
 from packhorse.families import Encoder, Generic
 from packhorse.formats.conversation import parse_conversation
 from raising import raises_bad_sample
@@ -73,3 +76,94 @@ def test_a_size_is_tried_once():
         assert encoder.media_tokens("image", (40, 60)) > 0
         assert encoder.media_patches("image", (40, 60)) > 0
     assert calls["call"] == 1
+
+
+def thinking(before, after):
+    """A processor whose template writes reasoning between two marks."""
+    own = build("qwen3_vl")
+    own.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if m.reasoning_content %}{{ '"
+        + before
+        + "' + m.reasoning_content + '"
+        + after
+        + "' }}{% endif %}"
+        "{{ m.content[0].text + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    return own
+
+
+# As Qwen's: the reasoning of an answer is taken out of its text, and every answer has a thought.
+QWEN_THINKING = (
+    "{% for m in messages %}{% set thought, text = m.reasoning_content or '', m.content[0].text %}"
+    "{% if '</think>' in text %}"
+    "{% set thought, text = text.split('</think>')[0].split('<think>')[-1], text.split('</think>')[-1] %}"
+    "{% endif %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{{ '<think>' + thought + '</think>' }}{% endif %}"
+    "{{ text + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '</think>' }}{% endif %}{% endif %}"
+)
+
+
+def one_answer(text, **settings):
+    reasoning = settings.pop("reasoning_content", None)
+    answer = {"role": "assistant", "content": [{"type": "text", "text": text}]}
+    if reasoning is not None:
+        answer["reasoning_content"] = reasoning
+    question = {"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]}
+    return parse_conversation({"conversation": [question, answer], **settings}, "set/7")
+
+
+@pytest.mark.parametrize("marks", [("<think>\\n", "\\n</think>\\n\\n"), ("[thought]\\n", "[/thought]\\n")])
+def test_masked_reasoning_is_context_with_the_marks_of_any_template(marks):
+    own = thinking(*marks)
+    encoder = Encoder(own)
+    spoken = "".join((marks[0], "Add.", marks[1], "Two.")).replace("\\n", "\n")
+    for answer in (
+        one_answer("Two.", reasoning="mask", reasoning_content="Add."),
+        one_answer(spoken, reasoning="mask"),
+        one_answer("<think>Add.</think>Two.", reasoning="mask"),
+        one_answer("Two.", reasoning="mask"),
+    ):
+        labels = encoder.labels(encoder.encode(answer)).tolist()
+        supervised = [label for label in labels if label != IGNORE_INDEX]
+        assert own.tokenizer.decode(supervised) == "Two.<|im_end|>"
+        assert TokenCounter(encoder).count(answer).count.supervised == len(supervised)
+
+
+@pytest.mark.parametrize("given", ["reasoning_content", "text", "none"])
+def test_a_template_without_marks_around_reasoning_cannot_mask_it(given):
+    encoder = Encoder(thinking("", ""))
+    field = {"reasoning_content": "Add."} if given == "reasoning_content" else {}
+    answer = one_answer("<think>Add.</think>Two." if given == "text" else "Two.", reasoning="mask", **field)
+    with raises_bad_sample("unsupported_turn", key="set/7", match="Set reasoning to 'keep' or 'drop'"):
+        encoder.labels(encoder.encode(answer))
+    with raises_bad_sample("unsupported_turn", key="set/7", match="Set reasoning to 'keep' or 'drop'"):
+        TokenCounter(encoder).count(answer)
+
+
+def test_reasoning_that_a_template_writes_without_marks_in_some_rows_only_is_not_supervised():
+    own = thinking("", "")
+    own.chat_template = own.chat_template.replace("{% if m.reasoning", "{% if loop.index > 3 and m.reasoning")
+    encoder = Encoder(own)
+    row = one_answer("Two.", reasoning="mask", reasoning_content="Add.")
+    twice = replace(row, messages=row.messages * 2)
+    encoder.labels(encoder.encode(row))
+    with raises_bad_sample("unsupported_turn", key="set/7", match="Set reasoning to 'keep' or 'drop'"):
+        encoder.labels(encoder.encode(twice))
+
+
+@pytest.mark.parametrize("given", ["reasoning_content", "text"])
+def test_reasoning_in_a_dataset_without_thinking_is_an_error_that_says_what_to_do(given):
+    own = build("qwen3_vl")
+    own.chat_template = QWEN_THINKING
+    encoder = Encoder(own)
+    field = {"reasoning_content": "Add."} if given == "reasoning_content" else {}
+    text = "<think>Add.</think>Two." if given == "text" else "Two."
+    answer = one_answer(text, chat_template_kwargs={"enable_thinking": False}, **field)
+    encoder.labels(encoder.encode(one_answer("Two.", chat_template_kwargs={"enable_thinking": False})))
+    remedy = "Set reasoning to 'drop' for this dataset, or remove enable_thinking"
+    with raises_bad_sample("sample_failed", key="set/7", match=remedy):
+        TokenCounter(encoder).count(answer)

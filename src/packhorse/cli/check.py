@@ -154,6 +154,7 @@ def _print(report: CheckReport, fixed: Fixed | None, show: int, advice: list[str
         if file.found.columns:
             formats[str(file.found)].append(file.name)
     out.lines(f"format of {', '.join(names)}: {found}" for found, names in formats.items())
+    out.lines(f"{file.name}: {found}" for file in report.files if (found := file.found.advice()))
     out.lines(advice)
     skipped: dict[str, list[str]] = defaultdict(list)
     for rule, need in report.skipped_rules().items():

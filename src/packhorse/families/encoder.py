@@ -109,7 +109,7 @@ PROCESSOR_ERRORS = (ValueError, ArithmeticError)
 _ALL_FRAMES = VideoSampling()
 _TYPICAL_SIZES: dict[MediaKind, MediaSize] = {"image": (480, 640), "video": VideoInfo(8, 480, 640, 24.0, 4.0)}
 _MAX_OPTIONS = 1 << 12  # encoders remembered by the options of an item
-_REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_THINK = ("<think>", "</think>")  # what most templates, and texts of answers, have around reasoning
 _OPEN_THOUGHT, _END_OF_THOUGHT = re.compile(r"<think>\s*\Z"), re.compile(r"</think>\s*")
 
 
@@ -127,18 +127,18 @@ class LoadedMedia:
 
     def sizes(self, order: Iterable[MediaKind] | None = None) -> list[tuple[MediaKind, AnySize]]:
         """Kind and size of each media item: kinds in ``order``, or all images, then videos, then audio."""
-        plain: dict[MediaKind, Iterator[MediaSize]] = {
+        own_sizes: dict[MediaKind, Iterator[MediaSize]] = {
             "image": ((image.height, image.width) for image in self.images),
             "video": (info_of(video) for video in self.videos),
             "audio": (len(array) for array, _ in self.audios),
         }
-        sizes: dict[MediaKind, Iterator[AnySize]] = {
-            kind: iter([self.configured.get((kind, at), size) for at, size in enumerate(of_kind)])
-            for kind, of_kind in plain.items()
+        sizes_of_kind: dict[MediaKind, Iterator[AnySize]] = {
+            kind: iter([self.configured.get((kind, index), size) for index, size in enumerate(sizes)])
+            for kind, sizes in own_sizes.items()
         }
         if order is None:
-            return [(kind, size) for kind, of_kind in sizes.items() for size in of_kind]
-        return [(kind, next(sizes[kind])) for kind in order]
+            return [(kind, size) for kind, sizes in sizes_of_kind.items() for size in sizes]
+        return [(kind, next(sizes_of_kind[kind])) for kind in order]
 
     def options(self, kind: MediaKind) -> list[CallOptions]:
         """Options of the processor's call for each image or video; empty if none has settings of its own."""
@@ -705,14 +705,20 @@ class Encoder(ChatProcessor):
         return frozenset(what for what, is_written in written.items() if is_written)
 
     def dropped_characters(self, conversation: Conversation) -> Iterator[tuple[int, int]]:
-        """Yield the turns of answers of which the chat template drops characters, and how many."""
+        """Yield the turns of answers of which the chat template drops characters, and how many.
+
+        Those of ``reasoning_content`` count too.
+        """
         text = self.render_conversation(conversation)
         answers = self.family.answer_spans(
             self.for_conversation(conversation), self.family.turns(conversation), text
         )
         for start, end, turn in answers:
-            written = conversation.messages[turn].text if turn >= 0 else ""
-            if dropped := _dropped_length(written, text[start:end]):
+            if turn < 0:
+                continue  # generation marks do not say which turn is marked
+            message = conversation.messages[turn]
+            stated = (message.text, str(message.extras.get("reasoning_content") or ""))
+            if dropped := sum(_dropped_length(part, text[start:end]) for part in stated):
                 yield turn, dropped
 
     def answers(self, conversation: Conversation, text: str) -> list[tuple[Answer, float]]:
@@ -722,25 +728,61 @@ class Encoder(ChatProcessor):
             CannotAlign: they are not located with certainty.
         """
         encoder, messages = self.for_conversation(conversation), conversation.messages
-        answers = self.family.answer_spans(encoder, self.family.turns(conversation), text)
+        try:
+            answers = self.family.answer_spans(encoder, self.family.turns(conversation), text)
+        except CannotAlign as error:
+            if not conversation.chat_template_kwargs.get("enable_thinking", True) and _reasons(conversation):
+                raise CannotAlign(
+                    f"{error}: enable_thinking is false, but an answer has reasoning. Set reasoning to "
+                    "'drop' for this dataset, or remove enable_thinking from its chat_template_kwargs"
+                ) from error
+            raise
         weights = [message.weight for message in messages]
         if conversation.reasoning == "keep" and conversation.weight == 1 and weights.count(1) == len(weights):
             return [(answer, 1.0) for answer in answers]
         if any(weight != 1 for weight in weights) and any(answer.turn < 0 for answer in answers):
             raise CannotAlign("the generation marks of the template do not say which turn has which weight")
         if conversation.reasoning == "mask":
-            for answer in answers:
-                thought = messages[answer.turn].extras.get("reasoning_content") if answer.turn >= 0 else None
-                written = text[answer.start : answer.end]
-                if thought and str(thought).strip() in written and "</think>" not in written:
-                    detail = "reasoning='mask': the chat template writes reasoning without <think>…</think>"
-                    raise BadSample(detail, reason="unsupported_turn", key=conversation.key, stage="encode")
-            answers = [part for answer in answers for part in _without_reasoning(answer, text)]
+            marks = self._cache_for_template("reasoning", self._find_reasoning_marks)
+            written = (
+                (text[answer.start : answer.end], messages[answer.turn])
+                for answer in answers
+                if answer.turn >= 0
+            )
+            if not all(marks) or any(_is_unmarked(*one, marks) for one in written):
+                detail = (
+                    "reasoning='mask': the chat template does not write reasoning between two marks such as "
+                    "<think>…</think>. Set reasoning to 'keep' or 'drop'"
+                )
+                raise BadSample(detail, reason="unsupported_turn", key=conversation.key, stage="encode")
+            answers = [part for answer in answers for part in _without_reasoning(answer, text, marks)]
         weighted = (
             (answer, conversation.weight * (weights[answer.turn] if answer.turn >= 0 else 1.0))
             for answer in answers
         )
         return [(answer, weight) for answer, weight in weighted if weight]
+
+    def _find_reasoning_marks(self) -> tuple[str, str]:
+        """Return what the chat template writes before and after ``reasoning_content``.
+
+        ``<think>`` and ``</think>`` if it does not write that field; two empty texts if it has no marks.
+        """
+        thought, answer = "packhorse_thought", "packhorse_answer"
+        reply = Message("assistant", (TextPart(answer),), {"reasoning_content": thought})
+        turns = self.family.turns(Conversation((Message("user", (TextPart("Q."),)), reply)))
+        try:
+            text = self.render(turns)
+            spans = self.family.answer_spans(self, turns, text)
+        except template_errors(CannotAlign, TypeError, ValueError, LookupError):
+            return _THINK
+        written = "".join(text[span.start : span.end] for span in spans)
+        before, found, rest = written.partition(thought)
+        after, has_answer, _ = rest.partition(answer)
+        if not found or _THINK[1] in after:
+            return _THINK
+        return (
+            (before.strip(), after.strip()) if has_answer and before.strip() and after.strip() else ("", "")
+        )
 
     def place_audio(self, example: Mapping[str, Any], key: str = "") -> Mapping[str, Any]:
         """:func:`packhorse.formats.conversation.place_audio` with the family's placeholder."""
@@ -1085,15 +1127,38 @@ def _dropped_length(answer: str, written: str) -> int:
     return sum(len(line) for line in lines if line not in written)
 
 
-def _without_reasoning(answer: Answer, text: str) -> Iterator[Answer]:
-    """Yield what an answer has before and after its reasoning."""
+def _without_reasoning(answer: Answer, text: str, marks: tuple[str, str]) -> Iterator[Answer]:
+    """Yield what an answer has before and after its reasoning, which is between ``marks`` or ``<think>``."""
     start = answer.start
     if _OPEN_THOUGHT.search(text, 0, start) and (end := _END_OF_THOUGHT.search(text, start, answer.end)):
         start = end.end()  # the generation prompt has begun the thought
-    for thought in _REASONING.finditer(text, start, answer.end):
+    for thought in _reasoning_pattern(marks).finditer(text, start, answer.end):
         yield answer._replace(start=start, end=thought.start())
         start = thought.end()
     yield answer._replace(start=start)
+
+
+@cache
+def _reasoning_pattern(marks: tuple[str, str]) -> re.Pattern[str]:
+    pairs = dict.fromkeys((_THINK, marks))
+    return re.compile(
+        "|".join(rf"{re.escape(begin)}.*?{re.escape(end)}\s*" for begin, end in pairs), re.DOTALL
+    )
+
+
+def _is_unmarked(written: str, message: Message, marks: tuple[str, str]) -> bool:
+    """Return whether the template wrote the reasoning of an answer without these marks, or ``<think>``.
+
+    Some templates have marks for it only in rows with tools.
+    """
+    thought = str(message.extras.get("reasoning_content") or "").strip()
+    return bool(thought) and thought in written and marks[1] not in written and _THINK[1] not in written
+
+
+def _reasons(conversation: Conversation) -> bool:
+    """Return whether an answer has reasoning, as a field or in its text."""
+    answers = (message for message in conversation.messages if message.role == "assistant")
+    return any(one.extras.get("reasoning_content") or _THINK[1] in one.text for one in answers)
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:

@@ -37,7 +37,12 @@ OWN_TEMPLATE_KWARGS = frozenset(
 )
 """Options of ``apply_chat_template`` that are no options of a template."""
 
-_SETTINGS = ("tools", "weight", "chat_template_kwargs", "reasoning")  # of the whole conversation
+ROW_SETTINGS = ("tools", "weight")
+"""Fields of an example that hold for the whole conversation, and that its row may have too."""
+EXAMPLE_SETTINGS = ("chat_template_kwargs", "reasoning")
+"""Fields of an example that hold for the whole conversation, and come from the settings of its dataset."""
+PASSED_ON = ("mm_inputs_meta", "_text_tokens", "_injected_fake")
+"""Fields of a row that its example has too, unchanged."""
 
 # What datasets type in place of audio: Phi-4's own token, and what users write for it.
 _AUDIO_PLACEHOLDERS = ("<|endoftext11|>", "<|audio|>", "<|audio_1|>")
@@ -59,7 +64,8 @@ def parse_conversation(example: Mapping[str, Any], key: str = "") -> Conversatio
         raise _wrong(f"'conversation' is {_kind(turns)}, expected a list of turns", key)
     messages = tuple(_message(turn, number, key) for number, turn in enumerate(turns))
     check_text(sum(len(p.text) for m in messages for p in m.parts if isinstance(p, TextPart)), key)
-    settings: dict[str, Any] = {name: example[name] for name in _SETTINGS if example.get(name) is not None}
+    names = (*ROW_SETTINGS, *EXAMPLE_SETTINGS)
+    settings: dict[str, Any] = {name: example[name] for name in names if example.get(name) is not None}
     if not settings:
         return Conversation(messages, key)
     if not isinstance(tools := settings.get("tools", ()), list | tuple):

@@ -12,45 +12,55 @@ import binascii
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from packhorse.errors import BadSample, limit_of
 from packhorse.formats.conversation import (
+    EXAMPLE_SETTINGS,
+    PASSED_ON,
     TURN_WEIGHTS,
     check_text,
+    extra_audio,
     parse_documents,
     preference_data,
 )
-from packhorse.formats.row_format import Layout, RowFormat, Tags, row_layout
+from packhorse.formats.row_format import (
+    MEDIA_FIELDS,
+    PART_TYPES,
+    PLACEHOLDER,
+    SOURCE_FIELDS,
+    TEXT_FIELDS,
+    TURN_FIELDS,
+    Layout,
+    RowFormat,
+    Tags,
+    name_unused,
+    pair_names,
+    part_type,
+    row_layout,
+    turn_names,
+    turns_of_struct,
+    unused_in_part,
+)
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.media import describe, resolve
 from packhorse.media.settings import with_dataset_settings
 from packhorse.media.source import is_address
+from packhorse.rows.row_files import TableRow
 from packhorse.types import MEDIA_KINDS, Action, Drop, MediaKind, Reason, is_weight
-
-PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
-"""The placeholder of the next media item of that kind in a user's text."""
 
 MAX_BASE64_CHARS = 64 << 20
 """The most characters of base64 data in one media item; ``PACKHORSE_MAX_BASE64_CHARS`` replaces it."""
 
+_OF_EXAMPLES = (*EXAMPLE_SETTINGS, "audio")  # fields that rows do not have
+_NESTED = (Mapping, list)
 _SURPLUS = object()
 _LONG_TEXT = 1 << 20  # characters; shorter texts are measured together, when the example is parsed
 _MEDIA_COLUMNS: Mapping[str, MediaKind] = {"images": "image", "videos": "video", "audios": "audio"}
-_PASSED_ON = ("mm_inputs_meta", "_text_tokens", "_injected_fake")
 _THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _DATA_URI = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
 _HTTP = re.compile(r"(?:^|::)https?://", re.IGNORECASE)  # also inside a chain such as simplecache::https://…
-# Types of parts and the media they are: OpenAI's names, and input_audio with base64 data.
-_PART_TYPES: Mapping[str, MediaKind] = {
-    **{kind: kind for kind in MEDIA_KINDS},
-    **{f"{kind}_url": kind for kind in MEDIA_KINDS},
-    "input_image": "image",
-    "input_audio": "audio",
-}
-_SOURCE_FIELDS = ("path", "url", "bytes", "base64", "data")
-_TEXT_FIELDS = ("text", "value", "content")
 
 
 def convert_sharegpt_to_conversation(
@@ -94,9 +104,15 @@ def convert_sharegpt_to_conversation(
 
 
 def convert_row(
-    row: Mapping[str, Any], rules: RowFormat, *, key: str, dataset: str, record: Callable[[Drop], None]
+    row: Mapping[str, Any],
+    rules: RowFormat,
+    *,
+    key: str,
+    dataset: str,
+    record: Callable[[Drop], None],
+    unused: set[str] | None = None,
 ) -> dict[str, Any]:
-    """Turn one row of a dataset into an example.
+    """Turn one row of a dataset into an example; add the fields that nothing reads to ``unused``.
 
     For the task ``"preference"`` it has ``rejected``, the turns with the other answer, or ``label``: whether
     its answer is good. Of its answers, only those that the preference is about are supervised.
@@ -108,20 +124,38 @@ def convert_row(
         layout = row_layout(row, rules)
     except BadSample as error:
         raise error.with_key(key) from None
-    return _Conversion(row, rules, layout, key, dataset, record).result()
+    conversion = _Conversion(row, rules, layout, key, dataset, record)
+    example = conversion.result()
+    if unused is not None and (layout.unused or conversion.unused):
+        unused.update(layout.unused_in(rules.task), conversion.unused)
+    return example
 
 
-def turn_names(tags: Tags, turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the names of the role and the content of a turn; None for one that it lacks."""
-    name = tags.role_tag or "role"
-    role = name if name in turn else None
-    if turn.get(name) is None and tags.role_tag is None and "from" in turn:
-        role = "from"  # a table has every name in every turn
-    name = tags.content_tag or "content"
-    content = name if name in turn else None
-    if turn.get(name) is None and tags.content_tag is None and "value" in turn:
-        content = "value"
-    return role, content
+def convert_example(
+    example: Mapping[str, Any],
+    rules: RowFormat,
+    *,
+    key: str,
+    dataset: str,
+    record: Callable[[Drop], None],
+    unused: set[str] | None = None,
+) -> dict[str, Any]:
+    """Apply the settings of a dataset to an example, as :func:`convert_row` does to a row.
+
+    An example has fields that rows have not: its own ``chat_template_kwargs``, ``reasoning`` and ``audio``.
+
+    Raises:
+        BadSample: as :func:`convert_row`.
+    """
+    own = {name: example[name] for name in _OF_EXAMPLES if example.get(name) is not None}
+    row = {name: value for name, value in example.items() if name not in own}
+    result = convert_row(row, rules, key=key, dataset=dataset, record=record, unused=unused)
+    if "audio" in own:
+        conversion = _Conversion(row, rules, row_layout(row, rules), key, dataset, record)
+        own["audio"] = [conversion.source("audio", clip) for clip in extra_audio(own)]
+    if "chat_template_kwargs" in own:
+        own["chat_template_kwargs"] = {**rules.chat_template_kwargs, **own["chat_template_kwargs"]}
+    return {**result, **own}
 
 
 class _Conversion:
@@ -140,8 +174,9 @@ class _Conversion:
         self.key, self.dataset, self.record = key, dataset, record
         self.roles = rules.tags.roles()
         self.values = {part: row.get(column) for part, column in layout.columns.items()}
-        self.has_ready_parts = False
+        self.has_typed_parts = False
         self.media: dict[str, Iterator[Any]] = {}
+        self.unused: set[str] = set()  # fields of turns, parts and media
 
     def result(self) -> dict[str, Any]:
         if self.rules.task == "preference":
@@ -151,7 +186,7 @@ class _Conversion:
         else:
             self._check_no_preference()
             example = {"conversation": self._conversation(self._turns()), **self._settings()}
-        if self.has_ready_parts:  # ours are well formed; the row's own may not be
+        if self.has_typed_parts:  # ours are well formed; the row's own may not be
             parse_documents(example, self.key)
         return example | self._passed_on()
 
@@ -163,12 +198,15 @@ class _Conversion:
         has_media = any(columns.values())
         self.marks_are_media = not has_media or not _has_bare_parts(raw, self.rules.tags)
         turns = [self._turn(number, turn) for number, turn in enumerate(raw)]
-        conversation = _merge_calls([turn for turn in turns if turn is not None])
+        known = [turn for turn in turns if turn is not None]
+        if len(known) < len(turns):
+            self._report_unknown(raw, turns, known)
+        conversation = _merge_calls(known)
         self._add_system(conversation)
         if self.rules.media_position == "first":
             self._place_first(conversation)
         for kind, rest in self.media.items():
-            if surplus := sum(not _is_nothing(entry) for entry in rest):
+            if surplus := sum(not _is_empty(entry) for entry in rest):
                 self._report("surplus_media", f"{surplus} more {kind}(s) than user turns mention", "cut")
         if not conversation:
             self._report("empty_conversation", "the conversation has no turns", "kept")
@@ -248,14 +286,18 @@ class _Conversion:
 
         Messages that do not begin with the answer are the whole conversation, as TRL's implicit prompts.
         """
-        if _is_nothing(answer) or answer in ([], {}):
+        if _is_empty(answer) or answer in ([], {}):
             raise self._bad("wrong_format", f"a pair without a {role} answer: expected both answers")
+        answer = _unzip(answer)
+        if isinstance(answer, list | tuple) and all(isinstance(one, str | list) for one in answer):
+            if len(answer) != 1:
+                found = f"{len(answer)} {role} answers, expected one: write a row for each of them"
+                raise self._bad("wrong_format", found)
+            (answer,) = answer
         if isinstance(answer, Mapping):
             answer = [answer]
         if not self._is_turns(answer):
-            tags = self.rules.tags
-            names = (tags.role_tag or "role", tags.content_tag or "content")
-            answer = [dict(zip(names, (tags.assistant_tag or "assistant", answer), strict=True))]
+            answer = [self._raw_turn("assistant", answer)]
         if self._role_of(answer[0]) in ("user", "system"):
             return list(answer)
         if not prompt or self._role_of(prompt[-1]) in ("assistant", "function_call"):
@@ -267,8 +309,13 @@ class _Conversion:
 
     def _role_of(self, turn: Any) -> str | None:
         role, _ = turn_names(self.rules.tags, turn) if isinstance(turn, Mapping) else (None, None)
-        name = None if role is None else turn[role]
-        return self.roles.get(name) if isinstance(name, str) else None
+        return None if role is None else self._known_role(turn[role])
+
+    def _known_role(self, name: Any) -> str | None:
+        """Return what a role is by its name; None if it is unknown."""
+        if not isinstance(name, str):
+            return None
+        return self.rules.tags.find_role(name) if self.rules.detect else self.roles.get(name)
 
     def _train_from(self, turns: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
         """Return turns of which only the answers from number ``first`` on are supervised."""
@@ -304,7 +351,7 @@ class _Conversion:
         return settings
 
     def _passed_on(self) -> dict[str, Any]:
-        fields = {name: self.row[name] for name in _PASSED_ON if name in self.row}
+        fields = {name: self.row[name] for name in PASSED_ON if name in self.row}
         tokens, meta = fields.get("_text_tokens"), fields.get("mm_inputs_meta")
         if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int)):
             raise self._bad("wrong_format", f"_text_tokens is {tokens!r:.40}, expected a whole number")
@@ -317,7 +364,7 @@ class _Conversion:
 
     def _tools(self, tools: Any) -> list[Any]:
         """Return the tools as the chat template takes them: functions with a name."""
-        tools = self._parse_json(tools, "tools") if tools else []
+        tools = self._parse_json(self._without_table_nulls(tools), "tools") if tools else []
         if not tools:
             return []
         if isinstance(tools, Mapping):
@@ -326,8 +373,15 @@ class _Conversion:
             raise self._bad("wrong_format", f"tools is {_summary(tools)}, expected a list of functions")
         return [
             {"type": "function", "function": tool} if "function" not in tool and "name" in tool else tool
-            for tool in map(_without_nothing, tools)
+            for tool in tools
         ]
+
+    def _without_table_nulls(self, value: Any) -> Any:
+        """Return a value without the nulls of fields that only other rows of a table have.
+
+        A chat template would write them. In a file of JSON a null is the row's own.
+        """
+        return _without_nulls(value) if isinstance(self.row, TableRow) else value
 
     def _parse_json(self, value: Any, what: str) -> Any:
         if not isinstance(value, str):
@@ -351,8 +405,9 @@ class _Conversion:
             return []
         if isinstance(turns, str) and turns.lstrip().startswith("["):
             turns = self._parse_json(turns, f"'{name}'")
+        turns = _unzip(turns)
         if not isinstance(turns, list | tuple):
-            raise self._bad("wrong_format", f"'{name}' is a {type(turns).__name__}, expected a list of turns")
+            raise self._bad("wrong_format", f"'{name}' is {_summary(turns)}, expected a list of turns")
         return list(turns)
 
     def _prompt_turns(self, answered: bool) -> list[Any]:
@@ -360,14 +415,8 @@ class _Conversion:
         prompt, query, response, history = (
             self.values.get(part) for part in ("prompt", "query", "response", "history")
         )
-        turns: list[Any] = []
-        for number, pair in enumerate(history or []):
-            if not isinstance(pair, list | tuple) or len(pair) != 2:
-                raise self._bad(
-                    "wrong_format",
-                    f"entry {number} of history is {_summary(pair)}, expected a question and its answer",
-                )
-            turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+        prompt, response = _unzip(prompt), _unzip(response)
+        turns = self._history_turns(_unzip(history)) if history else []
         if isinstance(query, str) and query:
             if prompt is not None and not isinstance(prompt, str):
                 self._note_unused("query", "the prompt is a list of turns")
@@ -375,8 +424,35 @@ class _Conversion:
                 prompt = f"{prompt}\n{query}" if prompt else query
         for role, content in (("user", prompt), ("assistant", response))[: 1 + answered]:
             if content is not None or self.rules.task == "sft":
-                turns += content or () if self._is_turns(content) else [{"role": role, "content": content}]
+                turns += content or () if self._is_turns(content) else [self._raw_turn(role, content)]
         return turns
+
+    def _history_turns(self, history: Any) -> list[Any]:
+        """Return the turns of a history: questions with their answers, or turns."""
+        turns: list[Any] = []
+        for number, entry in enumerate(history if isinstance(history, list | tuple) else [history]):
+            question_and_answer = entry
+            if isinstance(entry, Mapping):
+                if turn_names(self.rules.tags, entry)[0] is not None:
+                    turns.append(entry)
+                    continue
+                names = pair_names(self.rules.tags, entry)
+                question_and_answer = names and [entry[name] for name in names]
+                self.unused |= name_unused("history", entry, names or entry)
+            if not isinstance(question_and_answer, list | tuple) or len(question_and_answer) != 2:
+                raise self._bad(
+                    "wrong_format",
+                    f"entry {number} of history is {_summary(entry)}, expected a question and its answer, or "
+                    "a turn with role and content",
+                )
+            turns += map(self._raw_turn, ("user", "assistant"), question_and_answer)
+        return turns
+
+    def _raw_turn(self, role: str, content: Any) -> dict[str, Any]:
+        """Return a turn as this dataset writes turns."""
+        tags = self.rules.tags
+        name = (tags.user_tag if role == "user" else tags.assistant_tag) or role
+        return {tags.role_tag or "role": name, tags.content_tag or "content": content}
 
     def _is_turns(self, content: Any) -> bool:
         """Return whether a value is a list of messages, not of the parts of one."""
@@ -390,17 +466,17 @@ class _Conversion:
         if isinstance(content, str) and len(content) > _LONG_TEXT:
             check_text(len(content), self.key)  # before it is searched for placeholders
         role = self.roles.get(name) if isinstance(name, str) else None
+        role = self._known_role(name) if role is None else role
         extras = {}
         if len(turn) > 2 or content_tag not in turn:
             tags = (role_tag, content_tag)
             extras = {
                 field: value for field, value in turn.items() if field not in tags and value is not None
             }
+            if not TURN_FIELDS.issuperset(extras):
+                self.unused |= name_unused("messages", extras, TURN_FIELDS)
         if role is None:
-            known = ", ".join(dict.fromkeys(self.roles))
-            found = f"turn {number} has role {name!r}, expected {known} (tags= names the roles of a dataset)"
-            self._report("unknown_role", found, "cut")
-            return None
+            return None  # see _report_unknown
         if role == "function_call":
             calls = self._tool_calls(number, content)
             parts = [{"type": "text", "text": ""}]
@@ -409,7 +485,7 @@ class _Conversion:
             extras["tool_calls"] = self._tool_calls(number, extras["tool_calls"])
             content = "" if content is None else content
         if role == "tool" and not isinstance(content, str) and not _are_known_parts(content):
-            content = json.dumps(content, ensure_ascii=False)
+            content = json.dumps(self._without_table_nulls(content), ensure_ascii=False)
         if role == "assistant" and self.rules.reasoning == "drop":
             content, extras = _without_reasoning(content, extras)
         parts = (
@@ -418,6 +494,26 @@ class _Conversion:
             else self._parts(number, content)
         )
         return {**extras, "role": role, "content": parts}
+
+    def _report_unknown(
+        self, raw: list[Any], turns: list[dict[str, Any] | None], kept: list[dict[str, Any]]
+    ) -> None:
+        """Report the turns of unknown roles; raise in a dialogue with tools, of which no turn can be cut."""
+        uses_tools = bool(self.values.get("tools")) or any(
+            turn["role"] == "tool" or "tool_calls" in turn for turn in kept
+        )
+        known = ", ".join(dict.fromkeys(self.roles))
+        for number, turn in enumerate(turns):
+            if turn is None:
+                name = raw[number][turn_names(self.rules.tags, raw[number])[0]]
+                found = (
+                    f"turn {number} has role {name!r}, expected {known} (tags= names the roles of a dataset)"
+                )
+                if uses_tools:
+                    raise self._bad(
+                        "unknown_role", f"{found}; the row has tools, so no turn of it can be cut"
+                    )
+                self._report("unknown_role", found, "cut")
 
     def _tags_of(self, number: int, turn: Any) -> tuple[str, str]:
         """Return the names of a turn's role and content."""
@@ -437,13 +533,13 @@ class _Conversion:
     def _tool_calls(self, number: int, calls: Any) -> list[dict[str, Any]]:
         """Return calls of tools as the chat template takes them, with arguments as objects."""
         what = f"the tool call of turn {number}"
-        calls = self._parse_json(calls, what)
+        calls = self._parse_json(self._without_table_nulls(calls), what)
         result = []
         for call in calls if isinstance(calls, list) else [calls]:
-            call = _without_nothing(call) if isinstance(call, Mapping) else call
-            function = call.get("function", call) if isinstance(call, Mapping) else None
+            function = call.get("function") or call if isinstance(call, Mapping) else None
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
                 raise self._bad("wrong_format", f"{what} is {_summary(call)}, expected a name and arguments")
+            function = {name: value for name, value in function.items() if value is not None}
             arguments = function.get("arguments", function.get("parameters", {}))
             if isinstance(arguments, str):
                 arguments = self._parse_json(arguments or "{}", f"arguments of {what}")
@@ -471,11 +567,14 @@ class _Conversion:
     # --- parts -------------------------------------------------------------------------------------------
 
     def _marked_parts(self, number: int, role: str, content: object) -> list[dict[str, Any]]:
-        """Content in which ``<image>`` and the like stand for the media of the row."""
-        if not isinstance(content, str):
+        """Content in which ``<image>`` and the like stand for the media of the row.
+
+        White space around them is removed; other white space may matter (the reference removes it too, from
+        the texts of users).
+        """
+        strips = role == "user" and not self.rules.detect
+        if not isinstance(content, str) or ("<" not in content and not strips):
             return self._parts(number, content)
-        if role == "tool" and PLACEHOLDER.search(content) is None:
-            return self._parts(number, content)  # white space at its ends may matter
         parts: list[dict[str, Any]] = []
         end = 0
         surplus: Counter[str] = Counter()
@@ -483,16 +582,18 @@ class _Conversion:
             kind = match[1].lower()
             if kind not in self.media:
                 continue
-            self._add_text(parts, content[end : match.start()])
+            before = content[end : match.start()].rstrip()
+            self._add_text(parts, before.lstrip() if end or strips else before)
             end = match.end()
             entry = next(self.media[kind], _SURPLUS)
             if entry is _SURPLUS:
                 surplus[kind] += 1
-            elif _is_nothing(entry):
+            elif _is_empty(entry):
                 self._report("missing_media", f"a <{kind}> of turn {number} has an empty entry", "cut")
             else:
                 parts.append(self._media_part(kind, entry))  # type: ignore[arg-type]
-        self._add_text(parts, content[end:])
+        after = content[end:].lstrip() if end or strips else content
+        self._add_text(parts, after.rstrip() if strips else after)
         for kind, times in surplus.items():
             detail = f"turn {number} has {times} more <{kind}> than the row has {kind}s"
             self._report("surplus_placeholder", detail, "cut")
@@ -505,31 +606,35 @@ class _Conversion:
         if not _is_parts(content):
             found = f"the content of turn {number} is {_summary(content)}, expected text or a list of parts"
             raise self._bad("wrong_format", found)
-        self.has_ready_parts = True
-        return [self._typed_part(number, _without_nothing(part)) for part in content]  # type: ignore[attr-defined]
+        self.has_typed_parts = True
+        return [self._typed_part(number, _without_nulls(part)) for part in content]  # type: ignore[attr-defined]
 
     def _typed_part(self, number: int, part: dict[str, Any]) -> dict[str, Any]:
         """Return a part of a row as an example has it: text, or a media item with its source."""
-        name = part.get("type")
-        if name is None:  # {"image": "1.jpg"} or {"text": "…"}
-            name = next((kind for kind in (*MEDIA_KINDS, "text") if kind in part), None)
+        name = part_type(part)
+        if len(part) > 2 or not isinstance(part.get(name), str):
+            self.unused |= unused_in_part(part)
+        elif name == "text" and "type" in part:
+            return {"type": "text", "text": part["text"]}  # most parts
         if name == "text":
-            text = next((part[field] for field in _TEXT_FIELDS if field in part), None)
-            rest = {field: value for field, value in part.items() if field not in _TEXT_FIELDS}
+            text = next((part[field] for field in TEXT_FIELDS if field in part), None)
+            rest = {field: value for field, value in part.items() if field not in TEXT_FIELDS}
             return {**rest, "type": "text", "text": text}
-        kind = _PART_TYPES.get(name) if isinstance(name, str) else None
+        kind = PART_TYPES.get(name) if name is not None else None
         if kind is None:
             return part  # parse_conversation rejects it, with the turn
-        for field in dict.fromkeys((kind, name, *_SOURCE_FIELDS)):
+        for field in dict.fromkeys((kind, name, *SOURCE_FIELDS)):
             if field in part:
                 rest = {other: value for other, value in part.items() if other not in (field, "type")}
                 return self._media_part(kind, self._entry(field, part[field]), rest)
         entry = next(self.media.get(kind, iter(())), _SURPLUS)
-        if entry is _SURPLUS or _is_nothing(entry):
+        if entry is _SURPLUS or _is_empty(entry):
             raise self._bad(
                 "media_mismatch",
                 f"turn {number} has a part of type {name} without a source, and the row has no {kind} for it",
             )
+        if isinstance(entry, Mapping):
+            self.unused |= name_unused(f"{kind}s", entry, MEDIA_FIELDS)
         return self._media_part(
             kind, entry, {other: value for other, value in part.items() if other != "type"}
         )
@@ -551,12 +656,18 @@ class _Conversion:
         settings = self.rules.media_settings
         return with_dataset_settings(kind, part, settings) if settings else part
 
+    def source(self, kind: MediaKind, entry: object) -> Any:
+        """Return the source of a media item, as far as the dataset allows it."""
+        return self._own_part(kind, entry, None)[kind]
+
     def _own_part(self, kind: MediaKind, entry: object, options: Mapping[str, Any] | None) -> dict[str, Any]:
         if not isinstance(entry, Mapping):
             return {**(options or {}), "type": kind, kind: self._resolve(entry)}
         # Other fields of an entry are passed on, but do not replace the part's own.
-        own = (*_SOURCE_FIELDS, "type", *MEDIA_KINDS)
+        own = (*SOURCE_FIELDS, "type", *MEDIA_KINDS)
         extras = {name: value for name, value in entry.items() if name not in own and value is not None}
+        if options is None and extras:  # of a column: those of a part are noted with it
+            self.unused |= name_unused(f"{kind}s", extras, MEDIA_FIELDS)
         part = {**extras, **(options or {}), "type": kind}
         if entry.get("bytes") is not None:  # how Parquet files and the hub hold an image
             return {**part, kind: entry["bytes"]}
@@ -612,19 +723,29 @@ class _Conversion:
                 self._media_part(kind, entry)  # type: ignore[arg-type]
                 for kind, rest in self.media.items()
                 for entry in rest
-                if not _is_nothing(entry)
+                if not _is_empty(entry)
             ]
             user["content"] = [*left, *user["content"]]
 
     def _entries(self, part: str) -> list[Any]:
         entries = self.values.get(part)
         if isinstance(entries, list | tuple):
+            if part != "videos" and list in map(type, entries):
+                return self._flatten(part, entries)
             return list(entries)
-        return [] if _is_nothing(entries) else [entries]
+        return [] if _is_empty(entries) else [entries]
+
+    def _flatten(self, part: str, entries: Sequence[Any]) -> list[Any]:
+        """Return the entries of a list for each turn; that of a video is a list of frames instead."""
+        lists = [entry if _is_list_of_media(entry) else [entry] for entry in entries]
+        if self.rules.media_position == "first" and sum(map(bool, lists)) > 1:
+            found = f"{part} has a list for each turn, but media_position='first' puts all before the first"
+            raise self._bad("wrong_format", f"{found}: write <{part[:-1]}> where each item belongs")
+        return [entry for one in lists for entry in one]
 
     @staticmethod
     def _add_text(parts: list[dict[str, Any]], text: str) -> None:
-        if text := text.strip():
+        if text:
             parts.append({"type": "text", "text": text})
 
     def _report(self, reason: Reason, detail: str, action: Action) -> None:
@@ -693,7 +814,7 @@ def _has_bare_parts(turns: list[Any], tags: Tags) -> bool:
     ]
     return any(
         part.get("type") in MEDIA_KINDS
-        and all(part.get(field) is None for field in (part["type"], *_SOURCE_FIELDS))
+        and all(part.get(field) is None for field in (part["type"], *SOURCE_FIELDS))
         for part in parts
     )
 
@@ -704,24 +825,38 @@ def _is_parts(content: object) -> bool:
 
 def _are_known_parts(content: object) -> bool:
     """Return whether the result of a tool is a list of parts, and not of other objects."""
-    known = {"text", *_PART_TYPES}
+    known = {"text", *PART_TYPES}
     return _is_parts(content) and all(
         part.get("type") in known or ("type" not in part and not known.isdisjoint(part))
         for part in content  # type: ignore[attr-defined]
     )
 
 
-def _without_nothing(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that have a value: a table has every field in every entry."""
-    return {
-        name: _without_nothing(value) if isinstance(value, Mapping) else value
-        for name, value in values.items()
-        if value is not None
-    }
+def _without_nulls(value: Any) -> Any:
+    """Return a dict, or a list of them, without the fields that are null, at any depth."""
+    if isinstance(value, Mapping):
+        return {
+            name: _without_nulls(part) if isinstance(part, _NESTED) else part
+            for name, part in value.items()
+            if part is not None
+        }
+    is_nested = isinstance(value, list) and any(isinstance(part, _NESTED) for part in value[:1])
+    return list(map(_without_nulls, value)) if is_nested else value
 
 
-def _is_nothing(entry: object) -> bool:
+def _is_empty(entry: object) -> bool:
     return entry is None or (isinstance(entry, str) and not entry)
+
+
+def _is_list_of_media(entry: object) -> bool:
+    """Return whether an entry is a list of paths, dicts or images, and not the samples of a clip."""
+    return isinstance(entry, list) and not any(isinstance(item, list | int | float) for item in entry)
+
+
+def _unzip(value: Any) -> Any:
+    """Return the turns of a dict of lists; anything else as it is."""
+    turns = turns_of_struct(value) if isinstance(value, Mapping) else None
+    return value if turns is None else turns
 
 
 def _is_inputs_meta(meta: object) -> bool:

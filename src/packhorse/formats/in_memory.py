@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
+from logging import getLogger
 from typing import Any
 
 from packhorse.errors import ConfigError, data_errors
-from packhorse.formats.conversation import has_preference
-from packhorse.formats.convert import convert_row
+from packhorse.formats.conversation import EXAMPLE_SETTINGS, PASSED_ON, ROW_SETTINGS, has_preference
+from packhorse.formats.convert import convert_example, convert_row
 from packhorse.formats.llama_factory import without_decoding
 from packhorse.formats.meta import check_rows_format, describe_rows, record_unused_fields
 from packhorse.formats.row_format import FoundFormat, RowFormat, find_format
 from packhorse.ledger import Ledger
-from packhorse.types import Rows
+from packhorse.rows.row_files import TableRow
+from packhorse.types import Drop, Rows
+
+logger = getLogger("packhorse.datasets")
 
 _FIRST_ROWS = 8
-_EXAMPLE_FIELDS = frozenset(
-    {"conversation", "tools", "weight", "chat_template_kwargs", "reasoning", "audio"}
-    | {"mm_inputs_meta", "_text_tokens", "_injected_fake"}
-)
+_EXAMPLE_FIELDS = frozenset({"conversation", "audio", *ROW_SETTINGS, *EXAMPLE_SETTINGS, *PASSED_ON})
 _ROLES = ("user", "assistant", "system", "tool")
 _OTHER_COLUMNS = ("images", "image", "videos", "video", "audios", "system")
 
@@ -37,6 +39,8 @@ class ConvertedRows(Sequence[dict[str, Any]]):
 
     def __init__(self, rows: Rows, rules: RowFormat, ledger: Ledger, found: FoundFormat) -> None:
         self.rows, self.rules, self.ledger, self.found = rows, rules, ledger, found
+        self._reported = set(found.unused)
+        self._is_table = hasattr(rows, "features")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -44,8 +48,14 @@ class ConvertedRows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
-        row = self.rows[index]
-        return convert_row(row, self.rules, key=self.key(index), dataset="", record=self.ledger.record)
+        row = TableRow(self.rows[index]) if self._is_table else self.rows[index]
+        unused: set[str] = set()
+        key, record = self.key(index), self.ledger.record
+        convert = convert_example if "conversation" in row and _is_example(row) else convert_row
+        example = convert(row, self.rules, key=key, dataset="", record=record, unused=unused)
+        if not unused <= self._reported:
+            self._report(unused - self._reported)
+        return example
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))
@@ -53,6 +63,15 @@ class ConvertedRows(Sequence[dict[str, Any]]):
     def describe(self) -> list[str]:
         """Return a line about the rows: how many, the format of the first ones, what is not used."""
         return [describe_rows(type(self.rows).__name__, len(self), self.rules, self.found)]
+
+    def _report(self, unused: set[str]) -> None:
+        """Report fields that nothing reads, and that the first rows do not have, once in each process."""
+        self._reported |= unused
+        logger.warning(
+            "data: fields that are not used: %s (not in the first rows)", ", ".join(sorted(unused))
+        )
+        for name in sorted(unused):  # with a key, so that the ledger has one entry for all processes
+            self.ledger.record(Drop("data", "convert", "unused_field", f"not used: {name}", "kept", ""))
 
     def key(self, index: int) -> str:
         """Return the key of an example: that of the rows, or its index."""
@@ -89,11 +108,16 @@ def open_examples(data: Rows, rules: RowFormat | None, ledger: Ledger) -> Rows:
             )
     rows = {key: row for key, row in first.items() if isinstance(row, Mapping)}
     if rules is None and all(map(_is_example, rows.values())):
-        record_unused_fields("", {name for row in rows.values() for name in row} - _EXAMPLE_FIELDS, ledger)
+        unused = find_format(rows.values(), RowFormat()).unused
+        if isinstance(data, list | tuple):  # they are not converted, so later rows are looked at here
+            unused |= {name for row in data if isinstance(row, Mapping) for name in row}
+        record_unused_fields("", unused - _EXAMPLE_FIELDS, ledger)
         return data
     rules = rules if rules is not None else RowFormat()
     check_rows_format(rows, rules)
     found = find_format(rows.values(), rules)
+    if all(map(_is_example, rows.values())):
+        found = replace(found, unused=found.unused - _EXAMPLE_FIELDS)
     record_unused_fields("", found.unused, ledger)
     return ConvertedRows(data, rules, ledger, found)
 

@@ -7,6 +7,8 @@ and in any process. The spellings are one table, ``_ALIASES``.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -14,9 +16,9 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from packhorse.errors import BadSample, ConfigError, list_some, suggest
-from packhorse.formats.conversation import OWN_TEMPLATE_KWARGS
-from packhorse.media.settings import check_dataset_settings
-from packhorse.types import Reasoning, Task, is_weight
+from packhorse.formats.conversation import OWN_TEMPLATE_KWARGS, PASSED_ON, TURN_WEIGHTS
+from packhorse.media.settings import ITEM_OPTIONS, check_dataset_settings
+from packhorse.types import MEDIA_KINDS, MediaKind, Reasoning, Task, is_weight
 
 FormatName = Literal["auto", "messages", "prompt_response"]
 MediaPosition = Literal["marked", "first"]
@@ -38,8 +40,8 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "label": ("kto_tag", "label"),
 }
 _PROMPT_COLUMNS = ("prompt", "query", "response", "history")
+_TURN_COLUMNS = ("messages", "prompt", "response", "history", "chosen", "rejected")
 _PREFERENCE_COLUMNS = ("chosen", "rejected", "label")
-_ALWAYS_READ = ("mm_inputs_meta", "_text_tokens", "_injected_fake")
 
 ROLES: Mapping[str, tuple[str, ...]] = {
     "user": ("user", "human"),
@@ -49,6 +51,24 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "function_call": ("function_call", "tool_call"),
 }
 """Names of roles in datasets, by what they are; ``function_call`` is an answer that only calls tools."""
+
+PART_TYPES: Mapping[str, MediaKind] = {
+    **{kind: kind for kind in MEDIA_KINDS},
+    **{f"{kind}_url": kind for kind in MEDIA_KINDS},
+    "input_image": "image",
+    "input_audio": "audio",
+}
+"""Types of parts and the media they are: OpenAI's names, and ``input_audio`` with base64 data."""
+
+SOURCE_FIELDS = ("path", "url", "bytes", "base64", "data")
+TEXT_FIELDS = ("text", "value", "content")
+TURN_FIELDS = frozenset({"tool_calls", "tool_call_id", "name", "reasoning_content", *TURN_WEIGHTS})
+"""What is read of a turn next to its role and content; the chat template gets every other field too."""
+MEDIA_FIELDS = frozenset({"type", *PART_TYPES, *SOURCE_FIELDS, *ITEM_OPTIONS})
+"""What is read of a media item: of its part, or of its entry in a column."""
+
+PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
+"""The placeholder of the next media item of that kind in a user's text."""
 
 FORMATS = {
     "messages": "turns in a list (messages or conversations; role and content, or from and value)",
@@ -105,6 +125,15 @@ class Tags:
         }
         roles = {name: role for role, names in ROLES.items() if declared[role] is None for name in names}
         return roles | {name: role for role, name in declared.items() if name is not None}
+
+    @lru_cache(maxsize=256)  # noqa: B019 (of values without state)
+    def find_role(self, name: str) -> str | None:
+        """Return what a role is whose name may differ in case (``User``); None if unknown or ambiguous."""
+        roles = self.roles()
+        if name in roles:
+            return roles[name]
+        alike = {role for known, role in roles.items() if known.lower() == name.lower()}
+        return alike.pop() if len(alike) == 1 else None
 
 
 _REFERENCE_COLUMNS = Columns("messages", "images", "videos", "audios")
@@ -231,6 +260,10 @@ class Layout:
     unused: tuple[str, ...]
     preference: Mapping[str, str]
 
+    def unused_in(self, task: Task) -> set[str]:
+        """Return the fields that a task does not read: preference data are read by one of them."""
+        return set(self.unused).difference(self.preference.values() if task == "preference" else ())
+
 
 def row_layout(row: Mapping[str, Any], rules: RowFormat) -> Layout:
     """Return where a row keeps its parts.
@@ -272,8 +305,102 @@ def _find_layout(
     other = _PROMPT_COLUMNS if kind == "messages" else ("messages",)
     preference = {part: here[part] for part in _PREFERENCE_COLUMNS if part in here}
     read = {part: column for part, column in here.items() if part not in (*other, *_PREFERENCE_COLUMNS)}
-    unused = present - set(read.values()) - set(_ALWAYS_READ)
+    unused = present - set(read.values()) - set(PASSED_ON)
     return Layout(kind, read, tuple(sorted(unused)), preference)
+
+
+def turn_names(tags: Tags, turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the names of the role and the content of a turn; None for one that it lacks."""
+    name = tags.role_tag or "role"
+    role = name if name in turn else None
+    if turn.get(name) is None and tags.role_tag is None and "from" in turn:
+        role = "from"  # a table has every name in every turn
+    name = tags.content_tag or "content"
+    content = name if name in turn else None
+    if turn.get(name) is None and tags.content_tag is None and "value" in turn:
+        content = "value"
+    return role, content
+
+
+def pair_names(tags: Tags, entry: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the names of question and answer in an entry of a history; None if it has not exactly these."""
+    questions = [name for name in entry if tags.find_role(name) == "user" or name in _ALIASES["prompt"]]
+    answers = [name for name in entry if tags.find_role(name) == "assistant" or name in _ALIASES["response"]]
+    return (questions[0], answers[0]) if len(questions) == len(answers) == 1 else None
+
+
+def turns_of_struct(struct: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the turns of a dict of lists, as Hugging Face's ``Sequence({…})`` has them; None if it is none.
+
+    >>> turns_of_struct({"role": ["user"], "content": ["Hi"]})
+    [{'role': 'user', 'content': 'Hi'}]
+    """
+    lists = list(struct.values())
+    if not lists or not all(isinstance(one, list | tuple) and len(one) == len(lists[0]) for one in lists):
+        return None
+    return [dict(zip(struct, values, strict=True)) for values in zip(*lists, strict=True)]
+
+
+def name_unused(path: str, given: Mapping[str, Any], used: Iterable[str]) -> set[str]:
+    """Return the fields of a turn, part or media item that nothing reads, as ``messages[].score``."""
+    return {f"{path}[].{name}" for name, value in given.items() if value is not None and name not in used}
+
+
+def _unused_in_turns(row: Mapping[str, Any], layout: Layout, tags: Tags) -> set[str]:
+    """Return the fields of a row's turns, parts and media that nothing reads."""
+    unused: set[str] = set()
+    for part in _TURN_COLUMNS:
+        for turn in _mappings(row.get(layout.columns.get(part) or layout.preference.get(part, ""))):
+            role, content = turn_names(tags, turn)
+            parts = [turn]  # of a prompt
+            if part == "history" and role is None:
+                parts = []
+                unused |= name_unused("history", turn, pair_names(tags, turn) or turn)
+            if role is not None:
+                unused |= name_unused("messages", turn, {*TURN_FIELDS, role, content or ""})
+                parts = _mappings(turn.get(content or ""))
+            for one in parts:
+                unused |= unused_in_part(one)
+    for kind in MEDIA_KINDS:
+        for entry in _mappings(row.get(layout.columns.get(f"{kind}s", ""))):
+            unused |= name_unused(f"{kind}s", entry, MEDIA_FIELDS)
+    return unused
+
+
+def unused_in_part(part: Mapping[str, Any]) -> set[str]:
+    """Return the fields of a typed part that nothing reads; none of what is no part."""
+    path, kind = "messages[].content", part_type(part)
+    if kind == "text":
+        return name_unused(path, part, {"type", *TEXT_FIELDS})
+    if kind not in PART_TYPES:
+        return set()
+    source = part.get(kind)
+    inner = source if isinstance(source, Mapping) else {}
+    return name_unused(path, {**inner, **part}, MEDIA_FIELDS)
+
+
+def part_type(part: Mapping[str, Any]) -> Any:
+    """Return the type of a part; that of ``{"image": "1.jpg"}`` is ``image``, and None is unknown."""
+    if (name := part.get("type")) is None:
+        return next((kind for kind in (*MEDIA_KINDS, "text") if kind in part), None)
+    return name if isinstance(name, str) else None
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    """Return the dicts of a list, of its JSON text, or of a dict of lists; one dict is one of them."""
+    value = _parse_turns(value)
+    if isinstance(value, Mapping):
+        turns: list[Any] | None = turns_of_struct(value)
+        value = turns or [value]
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list | tuple) else []
+
+
+def _parse_turns(value: Any) -> Any:
+    """Return the list that a JSON text holds; anything else as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
 
 
 def describe_unknown(row: Mapping[str, Any], rules: RowFormat) -> str:
@@ -315,17 +442,31 @@ class FoundFormat:
 
     Attributes:
         columns: (format, part, column) of what is read.
-        unused: fields that nothing reads.
+        unused: fields that nothing reads; ``messages[].score`` is one of turns.
+        marked: whether rows with media say where these belong: True for one that does, False for one that
+            does not.
     """
 
     columns: frozenset[tuple[str, str, str]] = frozenset()
     unused: frozenset[str] = frozenset()
+    marked: frozenset[bool] = frozenset()
 
     def __or__(self, other: FoundFormat) -> FoundFormat:
         """Return the format of the rows of both."""
-        if other.columns <= self.columns and other.unused <= self.unused:
+        if other.columns <= self.columns and other.unused <= self.unused and other.marked <= self.marked:
             return self
-        return FoundFormat(self.columns | other.columns, self.unused | other.unused)
+        return FoundFormat(
+            self.columns | other.columns, self.unused | other.unused, self.marked | other.marked
+        )
+
+    def advice(self) -> str:
+        """Return what to set if no row with media says where they belong; empty if one does."""
+        if self.marked != {False}:
+            return ""
+        return (
+            "no text mentions the media of its row, so they are not used. To put them before the first text "
+            'of the user set media_position to "first"'
+        )
 
     def __str__(self) -> str:
         """Return formats and columns: ``messages (messages=conversations, images)``."""
@@ -358,6 +499,32 @@ def find_format(rows: Iterable[Mapping[str, Any]], rules: RowFormat) -> FoundFor
             layout = row_layout(row, rules)
             parts = {**layout.columns, **layout.preference}
             columns = frozenset((layout.format, part, column) for part, column in parts.items())
-            read = layout.preference.values() if rules.task == "preference" else ()
-            found |= FoundFormat(columns, frozenset(layout.unused).difference(read))
+            unused = layout.unused_in(rules.task) | _unused_in_turns(row, layout, rules.tags)
+            marked = _are_media_marked(row, layout) if rules.media_position == "marked" else frozenset[bool]()
+            found |= FoundFormat(columns, frozenset(unused), marked)
     return found
+
+
+def _are_media_marked(row: Mapping[str, Any], layout: Layout) -> frozenset[bool]:
+    """Return whether the turns of a row mention its media; nothing for a row without media."""
+    columns = {**layout.columns, **layout.preference}
+    if not any(_has_media(row.get(columns.get(f"{kind}s", ""))) for kind in MEDIA_KINDS):
+        return frozenset()
+    texts = (_parse_turns(row.get(columns.get(part, ""))) for part in (*_TURN_COLUMNS, "query"))
+    return frozenset({any(map(_mentions_media, texts))})
+
+
+def _has_media(value: Any) -> bool:
+    """Return whether a media column has an entry."""
+    if isinstance(value, list | tuple):
+        return any(map(_has_media, value))
+    return value is not None and not (isinstance(value, str) and not value)
+
+
+def _mentions_media(value: Any) -> bool:
+    """Return whether a text, or one inside of turns, has a placeholder, or a part is a media item."""
+    if isinstance(value, str):
+        return PLACEHOLDER.search(value) is not None
+    if isinstance(value, Mapping):
+        return part_type(value) in PART_TYPES or any(map(_mentions_media, value.values()))
+    return isinstance(value, list | tuple) and any(map(_mentions_media, value))

@@ -353,8 +353,11 @@ def open_dataset(config: LoaderConfig, ledger: Ledger, shard: World | None = Non
     else:
         _check_examples(data, names)
         dataset = _open_rows(config, ledger)
-        if shard is not None:
-            dataset = Shard(dataset, shard)
+    if isinstance(dataset, MetaDataset | ConvertedRows):
+        for line in advice_on_media(dataset):
+            logger.warning("%s", line)
+    if shard is not None and not isinstance(data, str | PathLike | Mapping):
+        dataset = Shard(dataset, shard)
     if not len(dataset):
         path = data if isinstance(data, str | PathLike) else ""
         where = f" for {shard}: it has fewer rows than ranks" if shard is not None else ""
@@ -462,13 +465,21 @@ class Shard(Sequence[Any]):
         return dataset_key(self.data, self.indices[index])
 
 
+def advice_on_media(dataset: MetaDataset | ConvertedRows) -> list[str]:
+    """Return a line for each dataset of which no text mentions the media of the first rows."""
+    found = {"data": dataset.found} if isinstance(dataset, ConvertedRows) else {}
+    if isinstance(dataset, MetaDataset):
+        found = {source.config.name: source.found for source in dataset.sources}
+    return [f"{name}: {advice}" for name, one in found.items() if (advice := one.advice())]
+
+
 def describe_data(dataset: Rows) -> list[str]:
     """Return a line for each dataset: its rows, their format, and the fields that nothing reads."""
     if isinstance(dataset, Shard):
         whole = dataset.data
         return [*describe_data(whole), f"this rank has {len(dataset):,} of {len(whole):,} rows"]
     if isinstance(dataset, MetaDataset | ConvertedRows):
-        return dataset.describe()
+        return [*dataset.describe(), *advice_on_media(dataset)]
     return [f"{type(dataset).__name__}: {len(dataset):,} rows, examples"]
 
 

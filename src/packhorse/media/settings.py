@@ -35,6 +35,11 @@ DATASET_SETTINGS: Mapping[str, tuple[MediaKind, str]] = {
 }
 """The settings of a dataset: the kind of media that each is for, and its name next to an item."""
 
+ITEM_OPTIONS = frozenset(
+    {*_VIDEO, *_VIDEO_ONLY, *_FRAMES, "frame_indices", "video_metadata", "sampling_rate"}
+)
+"""Every option that may be next to a media item."""
+
 _LARGEST = 1 << 53  # every whole number up to it is a float
 _SIZE = frozenset({"resized_height", "resized_width"})
 _LIMITS = (("min_pixels", "max_pixels"), ("min_frames", "max_frames"))

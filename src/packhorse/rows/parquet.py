@@ -20,7 +20,7 @@ import numpy as np
 
 from packhorse.errors import BadSample
 from packhorse.rows.index import file_error
-from packhorse.rows.row_files import Row, RowFile
+from packhorse.rows.row_files import Row, RowFile, TableRow
 from packhorse.utils.files import Fingerprint, build_once, digest, is_machine_error, rebuild
 
 logger = getLogger(__name__)
@@ -144,7 +144,7 @@ class ParquetRows(RowFile):
         except UnicodeDecodeError as error:
             detail = f"{self.location(row)}: not UTF-8: {error}"
             raise BadSample(detail, reason="malformed_row", stage="read") from error
-        return values[0]
+        return TableRow(values[0])
 
     def table(self, rows: Sequence[int]) -> Any:
         """Return these rows, in this order, as an Arrow table with the types and metadata of the file."""

@@ -32,6 +32,13 @@ logger = getLogger(__name__)
 
 Row = dict[str, Any]
 
+
+class TableRow(Row):
+    """A row of a table of Arrow: every struct has all fields of its type, null where the row has none."""
+
+    __slots__ = ()
+
+
 MAX_ROW_BYTES = 64 << 20
 """Larger rows of a JSON file are rejected: usually the file has no line ends, or is truncated."""
 

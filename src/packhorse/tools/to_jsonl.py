@@ -22,9 +22,10 @@ from typing import IO, Any
 import orjson
 
 from packhorse.errors import BadSample, ConfigError, write_fault
-from packhorse.formats.convert import PLACEHOLDER, convert_row, is_on_the_web
+from packhorse.formats.conversation import EXAMPLE_SETTINGS, PASSED_ON, ROW_SETTINGS
+from packhorse.formats.convert import convert_row, is_on_the_web
 from packhorse.formats.meta import Meta, Source, open_meta_dataset, record_unused_fields
-from packhorse.formats.row_format import FoundFormat, RowFormat, find_format
+from packhorse.formats.row_format import PLACEHOLDER, SOURCE_FIELDS, FoundFormat, RowFormat, find_format
 from packhorse.ledger import Ledger, entry_line
 from packhorse.media.source import LmdbEntry, is_address, locate
 from packhorse.rows.row_files import Row
@@ -36,9 +37,8 @@ _SUFFIX = ".jsonl"
 _MEDIA = "media"
 _BLOCK = 256  # rows between two calls of progress
 _MARKED_ROLES = ("user", "tool")
-_OF_ROW = ("tools", "weight", "label", "mm_inputs_meta", "_text_tokens", "_injected_fake")
-_OF_DATASET = ("chat_template_kwargs", "reasoning")  # fields of an example that no row has
-_OF_ENTRY = frozenset({"type", "path", "url", "bytes", "base64", "data", *MEDIA_KINDS})
+_OF_ROW = (*ROW_SETTINGS, "label", *PASSED_ON)
+_OF_ENTRY = frozenset({"type", *SOURCE_FIELDS, *MEDIA_KINDS})
 
 # Bytes of media files, where they are, and the suffix of such a file.
 _SUFFIXES = (
@@ -261,7 +261,7 @@ class _Writer:
 
     def _line(self, example: Mapping[str, Any], task: Task, key: str) -> bytes:
         """Return the line of an example; raise if reading it would give another one."""
-        stored = {name: value for name, value in example.items() if name not in _OF_DATASET}
+        stored = {name: value for name, value in example.items() if name not in EXAMPLE_SETTINGS}
         for name in ("conversation", "rejected"):
             if name in stored:
                 stored[name] = [self._with_files(turn) for turn in stored[name]]
@@ -326,7 +326,7 @@ def _content_of(role: str, parts: Sequence[Mapping[str, Any]]) -> tuple[Any, lis
     """Return the content of a turn as a row has it, and the entries of media columns for its markers."""
     if len(parts) == 1 and set(parts[0]) == {"type", "text"}:
         text = parts[0]["text"]
-        if role not in _MARKED_ROLES or (text == text.strip() and not PLACEHOLDER.search(text)):
+        if role not in _MARKED_ROLES or not PLACEHOLDER.search(text):
             return text, []
     if role not in _MARKED_ROLES or not parts:
         return parts, []

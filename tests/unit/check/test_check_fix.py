@@ -102,7 +102,7 @@ def test_what_has_one_plausible_reading_is_repaired_and_recorded(tmp_path: Path)
         {"messages": [{"role": " Human", "content": "Hi?"}, {"role": "GPT", "content": "Yes."}], "id": 7},
         {"messages": turns("Compare them: ä.", "Both are dots."), "images": ["a.png", "b.png"]},
         {"messages": turns("<image>And this?", "Dots."), "images": ["a.png", "b.png"]},  # which is meant?
-        {"messages": [{"role": "HUMAN", "content": "Hi?"}]},  # repaired, it still has no answer
+        {"messages": [{"role": " HUMAN", "content": "Hi?"}]},  # repaired, it still has no answer
     ]
     write_rows(tmp_path / "rows.jsonl", rows)
     meta = write_meta(tmp_path, {"rows": {"file_name": "rows.jsonl", "media_dir": "media"}})

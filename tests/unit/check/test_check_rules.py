@@ -120,6 +120,31 @@ def test_tokens_that_are_meant_to_be_typed_are_no_special_tokens(tmp_path: Path)
     assert by_row(report) == {1: {"special_token_in_text"}}
 
 
+def test_reasoning_that_the_chat_template_does_not_write_is_a_shortened_answer(tmp_path: Path) -> None:
+    question, answer = turns("1 + 1?", "Two.")
+    meta = mixture(tmp_path, [{"messages": [question, {**answer, "reasoning_content": "Add them."}]}])
+    (finding,) = check_meta(meta, processor("qwen2_vl")).findings()
+    assert (finding.rule, finding.severity) == ("answer_shortened", "warning")
+    assert "drops 9 characters of the answer in turn 1" in finding.found
+    writes = build("qwen2_vl")
+    writes.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.get('reasoning_content', '') }}"
+        "{{ m.content[0].text + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    assert list(check_meta(meta, writes).findings()) == []
+
+
+def test_fields_of_turns_and_parts_that_nothing_reads_are_noted_once(tmp_path: Path) -> None:
+    question, answer = turns("1 + 1?", "Two.")
+    typed = {**question, "content": [{"type": "text", "text": "1 + 1?", "language": "en"}]}
+    meta = mixture(tmp_path, [{"messages": [one, {**answer, "score": 3}]} for one in (question, typed)])
+    report = check_meta(meta, ignore=["duplicate_conversation"])
+    (finding,) = report.findings()
+    assert (finding.rule, finding.severity, finding.row) == ("unused_field", "note", None)
+    assert finding.found == "not used: messages[].content[].language, messages[].score"
+
+
 def test_rows_that_the_chat_template_rejects_are_found(tmp_path: Path) -> None:
     strict = build("qwen2_vl")
     condition = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"

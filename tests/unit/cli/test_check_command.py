@@ -54,6 +54,15 @@ def test_a_check_shows_a_table_and_the_rows_with_file_and_line_and_fails(tmp_pat
     assert not CONTROL.search(result.stdout)
 
 
+def test_a_check_says_what_to_set_if_no_text_mentions_the_media_of_its_row(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
+    rows = [{"messages": turns, "images": ["a.png"]}] * 12
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = run(tmp_path / "rows.jsonl").stdout
+    assert output.count("rows: no text mentions the media of its row") == 1
+    assert 'set media_position to "first"' in " ".join(output.split())
+
+
 def test_exit_codes_distinguish_clean_data_warnings_and_errors(tmp_path: Path) -> None:
     clean = write_chats(tmp_path / "clean", 5)
     done = run(clean, "--strict")

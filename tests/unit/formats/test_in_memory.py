@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -36,6 +37,66 @@ def test_examples_are_returned_as_they_are_and_their_other_fields_reported() -> 
     ledger, data = Ledger(), [{**EXAMPLE, "id": 3}]
     assert open_examples(data, None, ledger) is data
     assert [(drop.reason, drop.detail) for drop in ledger] == [("unused_field", "not used: id")]
+
+
+def test_a_field_that_only_a_later_row_has_is_reported_once() -> None:
+    scored = [{**TURNS[0], "score": 3}, TURNS[1]]
+    later = [{"messages": TURNS, "grade": 1}, {"messages": scored, "grade": 2}, {"messages": scored}]
+    ledger = Ledger()
+    rows = open_examples([{"messages": TURNS, "grade": None}] * 8 + later, None, ledger)
+    assert not len(ledger)
+    assert len(list(rows)) == len(list(rows)) == 11
+    assert [(drop.reason, drop.action, drop.detail) for drop in ledger] == [
+        ("unused_field", "kept", "not used: grade"),
+        ("unused_field", "kept", "not used: messages[].score"),
+    ]
+
+
+def test_a_field_that_only_a_later_example_has_is_reported() -> None:
+    ledger = Ledger()
+    data = [EXAMPLE] * 8 + [{**EXAMPLE, "images": [], "id": 3}]
+    assert open_examples(data, None, ledger) is data
+    assert [drop.detail for drop in ledger] == ["not used: id, images"]
+
+
+def example_of(image: str, **fields: Any) -> dict[str, Any]:
+    question, answer = EXAMPLE["conversation"]
+    parts = [{"type": "image", "image": image}, *question["content"]]
+    return {"conversation": [{**question, "content": parts}, answer], **fields}
+
+
+@pytest.mark.parametrize(
+    ("image", "options", "reason"),
+    [
+        ("https://host/a.png", {"weight": 2.0}, "not_allowed"),
+        ("https://host/a.png", {"confine": True, "media_dir": "/data"}, "not_allowed"),
+        ("/etc/a.png", {"confine": True, "media_dir": "/data"}, "outside_media_dir"),
+        ("../a.png", {"confine": True, "media_dir": "/data"}, "outside_media_dir"),
+    ],
+)
+def test_media_of_examples_obey_the_settings_that_are_given(
+    image: str, options: dict[str, Any], reason: Any
+) -> None:
+    rows = open_examples([example_of(image)], RowFormat.of(**options), Ledger())
+    with raises_bad_sample(reason, key="0"):
+        rows[0]
+    data = [{**EXAMPLE, "audio": {"path": image}}]
+    with raises_bad_sample(reason, key="0"):
+        open_examples(data, RowFormat.of(**options), Ledger())[0]
+    assert open_examples([example_of(image)], RowFormat(allow_http=True), Ledger())[0] == example_of(image)
+
+
+def test_examples_keep_their_own_fields_when_settings_are_given() -> None:
+    clip = (np.zeros(3, np.float32), 16_000)
+    data = [{**EXAMPLE, "chat_template_kwargs": {"a": 1}, "reasoning": "keep", "audio": clip, "id": 3}]
+    rules = RowFormat.of(reasoning="mask", weight=2.0, chat_template_kwargs={"a": 0, "b": 2})
+    ledger = Ledger()
+    (example,) = open_examples(data, rules, ledger)
+    ((array, rate),) = example.pop("audio")
+    assert (array is clip[0], rate) == (True, clip[1])
+    options = {"chat_template_kwargs": {"a": 1, "b": 2}, "reasoning": "keep", "weight": 2.0}
+    assert example == {**EXAMPLE, **options}
+    assert [drop.detail for drop in ledger] == ["not used: id"]
 
 
 def test_names_that_are_not_usual_are_declared() -> None:
@@ -119,3 +180,14 @@ def test_an_answer_inside_a_prompt_is_supervised_unless_its_turn_is_not_trained(
         labels = encoder.labels(encoder.encode(parse_conversation(example))).tolist()
         supervised.append(qwen.tokenizer.decode([label for label in labels if label != IGNORE_INDEX]))
     assert supervised == ["Me.<|im_end|>You.<|im_end|>", "You.<|im_end|>"]
+
+
+def test_nulls_of_a_hugging_face_dataset_are_fields_that_the_row_does_not_have() -> None:
+    import datasets
+
+    rows = [{"messages": TURNS, "tools": [{"name": "a", "strict": True}]}, {"messages": TURNS, "tools": []}]
+    rows[1]["tools"] = [{"name": "b", "strict": None}]
+    of_table = open_examples(datasets.Dataset.from_list(rows), None, Ledger())
+    assert of_table[1]["tools"] == [{"type": "function", "function": {"name": "b"}}]
+    of_list = open_examples(rows, None, Ledger())
+    assert of_list[1]["tools"] == [{"type": "function", "function": {"name": "b", "strict": None}}]

@@ -72,6 +72,15 @@ PAIRS = {
     "ms-swift": {"messages": [QUESTION, GOOD], "rejected_response": "A dog."},
     "ms-swift, messages": {"messages": [QUESTION, GOOD], "rejected_messages": [QUESTION, BAD]},
     "ms-swift, query": {"query": "What is it?", "response": "A cat.", "rejected_response": "A dog."},
+    "ms-swift, a list of one": {"messages": [QUESTION, GOOD], "rejected_response": ["A dog."]},
+    "ms-swift, messages in a list": {
+        "messages": [QUESTION, GOOD],
+        "rejected_messages": [[QUESTION, BAD]],
+    },
+    "dicts of lists": {
+        "chosen": {"role": ["user", "assistant"], "content": ["What is it?", "A cat."]},
+        "rejected": {"role": ["user", "assistant"], "content": ["What is it?", "A dog."]},
+    },
     "typed parts": {
         "messages": [QUESTION],
         "chosen": [{"type": "text", "text": "A cat."}],
@@ -85,6 +94,17 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_pair_is_the_same_in_every_spelling(name: str) -> None:
     assert convert(PAIRS[name]) == pair()
+
+
+@pytest.mark.parametrize(
+    "rejected", [["A dog.", "A cow."], [[QUESTION, BAD], [QUESTION, BAD]], {"role": [], "content": []}]
+)
+def test_several_rejected_answers_are_one_error_that_says_what_to_do(rejected: Any) -> None:
+    row = {"messages": [QUESTION, GOOD], "rejected_response": rejected}
+    with raises_bad_sample(
+        "wrong_format", key="a/0", match="rejected answers, expected one: write a row for each"
+    ):
+        convert(row)
 
 
 LABELLED = {

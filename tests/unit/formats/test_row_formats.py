@@ -16,6 +16,7 @@ from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.convert import convert_row
 from packhorse.formats.row_format import FoundFormat, RowFormat, find_format, row_layout
 from packhorse.ledger import Ledger
+from packhorse.rows.row_files import TableRow, open_rows
 from raising import raises_bad_sample, raises_config
 
 
@@ -63,6 +64,12 @@ SPELLINGS_OF_TEXT = {
     "question and answer": {"question": QUESTION, "answer": ANSWER},
     "typed parts": {"messages": turns([text(QUESTION)], [text(ANSWER)])},
     "typed parts with value": {"messages": turns([{"type": "text", "value": QUESTION}])},
+    "dict of lists": {"messages": {"role": ["user", "assistant"], "content": [QUESTION, ANSWER]}},
+    "dict of lists, from": {"conversations": {"from": ["human", "gpt"], "value": [QUESTION, ANSWER]}},
+    "dicts of lists": {
+        "prompt": {"role": ["user"], "content": [QUESTION]},
+        "completion": {"role": ["assistant"], "content": [ANSWER]},
+    },
     "empty columns of a table": {"messages": turns(), "images": None, "prompt": None, "system": None},
 }
 
@@ -132,12 +139,75 @@ def test_encoded_images_of_parts_become_bytes(part: dict[str, Any]) -> None:
     assert found == {"type": "image", "image": png()}
 
 
+@pytest.mark.parametrize("written", ["  indented:\n    x = 1\n", "   ", "", "a < b\n", " <audio> "])
+def test_text_of_users_is_as_the_row_states_it(written: str) -> None:
+    for row in ({"messages": turns(written)}, {"prompt": written, "completion": ANSWER}):
+        assert convert(row)["conversation"][0]["content"] == [text(written)]
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_white_space_is_removed_next_to_markers_only(role: str) -> None:
+    row = {
+        "messages": [{"role": role, "content": "  Look \n<image> \n and <image>\n  x = 1\n"}, turns()[1]],
+        "images": ["1.png", "2.png"],
+    }
+    assert convert(row)["conversation"][0]["content"] == [
+        text("  Look"),
+        {"type": "image", "image": "1.png"},
+        text("and"),
+        {"type": "image", "image": "2.png"},
+        text("x = 1\n"),
+    ]
+
+
 def test_history_and_a_system_column_come_before_the_question() -> None:
     row = {"query": QUESTION, "response": ANSWER, "history": [["Hi", "Hello"]], "system": "Be brief."}
     example = convert(row)["conversation"]
     assert [turn["role"] for turn in example] == ["system", "user", "assistant", "user", "assistant"]
     assert example[0]["content"] == [text("Be brief.")]
     assert example[1]["content"] == [text("Hi")]
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [["Hi", "Hello"]],
+        turns("Hi", "Hello"),
+        [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
+        {"role": ["user", "assistant"], "content": ["Hi", "Hello"]},
+        [{"user": "Hi", "assistant": "Hello"}],
+        [{"human": "Hi", "gpt": "Hello"}],
+        [{"query": "Hi", "response": "Hello"}],
+        [{"assistant": "Hello", "user": "Hi"}],
+    ],
+)
+def test_a_history_is_the_same_in_every_spelling(history: Any) -> None:
+    row = {"query": QUESTION, "response": ANSWER, "history": history}
+    expected = convert({"messages": [*turns("Hi", "Hello"), *turns()]})
+    assert convert(row) == expected
+
+
+def test_a_field_of_a_history_that_nothing_reads_is_found() -> None:
+    entry = {"user": "Hi", "assistant": "Hello", "score": 3}
+    row = {"query": QUESTION, "response": ANSWER, "history": [entry]}
+    assert find_format([row], RowFormat()).unused == {"history[].score"}
+    converted: set[str] = set()
+    convert_row(row, RowFormat(), key="a/0", dataset="a", record=Ledger().record, unused=converted)
+    assert converted == {"history[].score"}
+
+
+def test_roles_that_are_declared_hold_for_prompts_and_histories() -> None:
+    row = {"query": QUESTION, "response": ANSWER, "history": [["Hi", "Hello"]]}
+    assert convert(row, tags={"role_tag": "who", "user_tag": "asker"}) == convert(row)
+
+
+def test_a_list_of_images_for_each_turn_is_read_in_order() -> None:
+    messages = [*turns("<image><image>Compare."), *turns(MARKED)]
+    flat = convert({"messages": messages, "images": ["1.png", "2.png", "3.png"]})
+    assert convert({"messages": messages, "images": [["1.png", "2.png"], ["3.png"]]}) == flat
+    assert convert({"messages": messages, "images": [["1.png", "2.png"], [], [{"path": "3.png"}]]}) == flat
+    with raises_bad_sample("wrong_format", key="a/0", match="images has a list for each turn"):
+        convert({"messages": messages, "images": [["1.png"], ["2.png"]]}, media_position="first")
 
 
 def test_the_system_prompt_of_a_dataset_is_for_rows_without_one() -> None:
@@ -211,6 +281,107 @@ def test_tool_calls_are_the_same_in_every_spelling(row: dict[str, Any]) -> None:
     assert convert(row) == TOOL_EXAMPLE
 
 
+NULLABLE = {
+    "name": "look",
+    "parameters": {"properties": {"at": {"type": ["string", "null"], "default": None}}},
+}
+NULL_CALL = {"name": "look", "arguments": {"at": None, "of": [{"a": None}]}}
+
+
+def rows_with_nulls() -> list[dict[str, Any]]:
+    as_text = {"name": "look", "arguments": json.dumps(NULL_CALL["arguments"])}
+    calls = [
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": NULL_CALL}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": as_text}]},
+        {"role": "function_call", "content": json.dumps(NULL_CALL)},
+        {"role": "function_call", "content": NULL_CALL},
+    ]
+    tools = [[NULLABLE], json.dumps([NULLABLE]), NULLABLE, json.dumps(NULLABLE)]
+    return [
+        {"messages": [turns()[0], one, {"role": "tool", "content": "fur"}], "tools": functions}
+        for one, functions in zip(calls, tools, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("row", rows_with_nulls())
+def test_nulls_that_tools_and_arguments_state_reach_the_template(row: dict[str, Any]) -> None:
+    ledger = Ledger()
+    example = convert_row(row, RowFormat(), key="a/0", dataset="a", record=ledger.record)
+    assert example["tools"] == [{"type": "function", "function": NULLABLE}]
+    assert example["conversation"][1]["tool_calls"] == [{"type": "function", "function": NULL_CALL}]
+
+
+def test_nulls_of_a_table_are_fields_that_the_row_does_not_have(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"messages": [turns()[0], {"role": "assistant", "tool_calls": [call], "content": ""}], "tools": tools}
+        for call, tools in (
+            ({"function": {"name": "look", "arguments": {"at": "cat"}}}, [{"name": "look", "strict": True}]),
+            ({"function": {"name": "see", "arguments": {"of": [{"a": 1}, {"b": 2}]}}}, [{"name": "see"}]),
+        )
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    read = open_rows(str(tmp_path / "rows.parquet"))
+    assert read[1]["tools"] == [{"name": "see", "strict": None}]
+    for row, stored in zip(rows, read.read(range(2)), strict=True):
+        assert isinstance(stored, dict)
+        assert convert(stored) == convert(row)
+
+
+def test_nulls_in_json_text_of_a_table_are_stated() -> None:
+    _, row, *_ = rows_with_nulls()
+    of_table, of_file = (
+        convert_row(one, RowFormat(), key="a/0", dataset="a", record=Ledger().record)
+        for one in (TableRow(row), row)
+    )
+    assert of_table == of_file
+
+
+@pytest.mark.parametrize(("user", "assistant"), [("User", "Assistant"), ("HUMAN", "GPT"), ("Human", "bot")])
+def test_roles_may_differ_in_case(user: str, assistant: str) -> None:
+    expected = {"conversation": PLAIN}
+    assert convert({"conversations": from_value(QUESTION, user, assistant)}) == expected
+    pair = {
+        "prompt": [{"role": user, "content": QUESTION}],
+        "chosen": [{"role": assistant, "content": ANSWER}],
+        "rejected": [{"role": assistant, "content": "A dog."}],
+    }
+    rules = RowFormat(task="preference")
+    example = convert_row(pair, rules, key="a/0", dataset="a", record=Ledger().record)
+    assert example["conversation"] == PLAIN
+
+
+def test_a_declared_role_is_unknown_in_a_case_that_fits_two() -> None:
+    tags = {"user_tag": "A", "assistant_tag": "a"}
+    assert convert({"conversations": from_value(QUESTION, "A", "a")}, tags=tags) == {"conversation": PLAIN}
+    row = {"conversations": [*from_value(QUESTION, "A", "a"), {"from": "User", "value": "?"}]}
+    ledger = Ledger()
+    convert_row(row, RowFormat.of(tags=tags), key="a/0", dataset="a", record=ledger.record)
+    (drop,) = ledger
+    assert (drop.reason, drop.action) == ("unknown_role", "cut")
+    assert drop.detail.startswith("turn 2 has role 'User', expected system, ")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": turns(), "tools": [TOOL]},
+        {"messages": [turns()[0], {"role": "tool", "content": "fur"}, turns()[1]]},
+        {"messages": [turns()[0], {"role": "function_call", "content": CALL_TEXT}, turns()[1]]},
+        {"messages": [turns()[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+    ],
+)
+def test_a_row_with_tools_and_an_unknown_role_is_rejected_as_a_whole(row: dict[str, Any]) -> None:
+    odd = {**row, "messages": [*row["messages"], {"role": "critic", "content": "Good."}]}
+    number = len(row["messages"])
+    with raises_bad_sample(
+        "unknown_role", key="a/0", match=f"turn {number} has role 'critic', expected user, "
+    ):
+        convert(odd)
+
+
 def test_consecutive_calls_are_one_turn_with_several_calls() -> None:
     calls = [{"from": "function_call", "value": CALL_TEXT}] * 2
     row = {"conversations": [*from_value()[:1], *calls, {"from": "observation", "value": "fur"}]}
@@ -270,6 +441,56 @@ def test_an_unknown_field_is_found_in_every_spelling(name: str) -> None:
     assert found.as_dict()["unused"] == ["odd"]
 
 
+@pytest.mark.parametrize(
+    ("row", "unused"),
+    [
+        ({"messages": [{**turns()[0], "score": 3}, turns()[1]]}, "messages[].score"),
+        ({"conversations": [{**from_value()[0], "score": 3}]}, "messages[].score"),
+        ({"messages": json.dumps([{**turns()[0], "score": 3}])}, "messages[].score"),
+        ({"prompt": [{**turns()[0], "score": 3}], "completion": ANSWER}, "messages[].score"),
+        ({"messages": turns([{**text(QUESTION), "score": 3}])}, "messages[].content[].score"),
+        (
+            {"messages": turns([{"type": "image", "image": "cat.png", "score": 3}])},
+            "messages[].content[].score",
+        ),
+        (
+            {"messages": turns([{"type": "image_url", "image_url": {"url": "cat.png", "detail": "low"}}])},
+            "messages[].content[].detail",
+        ),
+        ({"messages": turns(MARKED), "images": [{"path": "cat.png", "score": 3}]}, "images[].score"),
+        (
+            {"messages": turns([{"type": "image"}]), "images": [{"path": "cat.png", "score": 3}]},
+            "images[].score",
+        ),
+        ({"messages": turns(MARKED), "image": {"path": "cat.png", "score": 3}}, "images[].score"),
+        (
+            {"messages": {"role": ["user"], "content": [QUESTION], "score": [3]}},
+            "messages[].score",
+        ),
+    ],
+    ids=[
+        *("turn", "LLaVA", "JSON text", "prompt", "text part", "image part", "image_url", "column", "TRL"),
+        *("one image", "dict of lists"),
+    ],
+)
+def test_a_field_of_a_turn_or_part_that_nothing_reads_is_found(row: dict[str, Any], unused: str) -> None:
+    assert find_format([row], RowFormat()).unused == {unused}
+    converted: set[str] = set()
+    convert_row(row, RowFormat(), key="a/0", dataset="a", record=Ledger().record, unused=converted)
+    assert converted == {unused}
+
+
+def test_fields_of_turns_and_parts_that_are_read_are_not_reported() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [OPENAI_CALL], "reasoning_content": "Hm."}
+    result = {"role": "tool", "content": [{"found": "fur"}], "tool_call_id": "1", "name": "look"}
+    clip = {"type": "video", "video": "clip.mp4", "fps": 2, "max_frames": 8, "video_max_pixels": 50176}
+    row = {"messages": [turns([clip])[0], call, result, {**turns()[1], "loss": True, "score": None}]}
+    assert find_format([row], RowFormat()).unused == set()
+    converted: set[str] = set()
+    convert_row(row, RowFormat(), key="a/0", dataset="a", record=Ledger().record, unused=converted)
+    assert converted == set()
+
+
 def test_the_format_of_rows_is_described_by_their_columns() -> None:
     rows = [{"conversations": from_value(), "image": "cat.png", "id": 1}, {"messages": turns()}]
     found = find_format(rows, RowFormat())
@@ -283,6 +504,30 @@ def test_the_format_of_rows_is_described_by_their_columns() -> None:
     assert str(found | pair) == f"{found}, prompt_response (prompt=query, response)"
     assert found | FoundFormat() is found
     assert str(FoundFormat()) == "unknown"
+
+
+MARKED_ROWS = [
+    {"messages": turns(MARKED), "images": ["cat.png"]},
+    {"messages": json.dumps(turns([{"type": "image"}])), "images": ["cat.png"]},
+    {"instruction": QUESTION, "input": "<image>", "output": ANSWER, "images": ["cat.png"]},
+    {"query": QUESTION, "response": ANSWER, "history": [["<IMAGE>", "Yes"]], "image": "cat.png"},
+    {"prompt": MARKED, "chosen": "a", "rejected": "b", "image": "cat.png"},
+]
+
+
+@pytest.mark.parametrize("row", MARKED_ROWS)
+def test_no_advice_is_given_if_a_text_says_where_its_media_belong(row: dict[str, Any]) -> None:
+    unmarked = {"messages": turns(), "images": ["cat.png"]}
+    assert find_format([row], RowFormat()).advice() == ""
+    assert find_format([unmarked, row], RowFormat()).advice() == ""
+
+
+def test_rows_whose_media_no_text_mentions_get_one_advice() -> None:
+    rows = [{"messages": turns(), "images": [name]} for name in ("1.png", "2.png")]
+    rows.append({"messages": turns(), "images": [""]})
+    assert 'set media_position to "first"' in find_format(rows, RowFormat()).advice()
+    assert find_format(rows, RowFormat(media_position="first")).advice() == ""
+    assert find_format(rows[2:], RowFormat()).advice() == ""
 
 
 PNG64 = base64.b64encode(png()).decode()
@@ -307,6 +552,10 @@ PNG64 = base64.b64encode(png()).decode()
         ({"messages": turns(), "weight": -1}, "wrong_format"),
         ({"messages": turns(), "weight": "heavy"}, "wrong_format"),
         ({"query": "a", "response": "b", "history": ["x"]}, "wrong_format"),
+        ({"query": "a", "response": "b", "history": "x"}, "wrong_format"),
+        ({"query": "a", "response": "b", "history": [{"user": "x"}]}, "wrong_format"),
+        ({"messages": {"role": "user", "content": "x"}}, "wrong_format"),
+        ({"messages": {"role": ["user"], "content": []}}, "wrong_format"),
         ({"messages": turns(), "system": 3}, "wrong_format"),
         ({"messages": "no list"}, "wrong_format"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference_data"),

@@ -145,6 +145,11 @@ def test_a_user_turn_with_nothing_left_is_one_empty_text() -> None:
     assert user_parts(row("   ")) == [text("")]
 
 
+def test_white_space_around_the_text_of_users_is_removed_as_in_the_reference() -> None:
+    assert user_parts(row("  What?\n")) == [text("What?")]
+    assert user_parts(row("  Look <image>\n", images=["a.jpg"]))[0] == text("Look")
+
+
 def test_precomputed_fields_pass_through_and_others_do_not() -> None:
     result = convert(row("x") | {"_text_tokens": 7, "mm_inputs_meta": {"images_meta": []}, "id": 5})
     assert set(result) == {"conversation", "_text_tokens", "mm_inputs_meta"}

@@ -538,6 +538,24 @@ def test_the_description_has_the_format_of_each_dataset_and_what_nothing_reads(t
     assert of_examples == "list: 3 rows, examples"
 
 
+def test_media_that_no_text_mentions_are_one_warning_with_the_setting_to_change(tmp_path, caplog):
+    Image.new("RGB", (64, 64)).save(tmp_path / "1.png")
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
+    rows = [{"messages": turns, "images": [str(tmp_path / "1.png")]}] * 3
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for data in (rows, str(tmp_path / "a.jsonl")):
+        name = "data" if data is rows else "a"
+        advice = f"{name}: no text mentions the media of its row"
+        caplog.clear()
+        described = load(data).describe()
+        assert [advice in record.message for record in caplog.records].count(True) == 1
+        assert [line.startswith(advice) for line in described.splitlines()].count(True) == 1
+        assert 'set media_position to "first"' in described
+        caplog.clear()
+        described = load(data, dataset_options={"media_position": "first"}).describe()
+        assert "no text mentions" not in caplog.text + described
+
+
 def test_the_end_of_an_epoch_is_logged(caplog):
     with caplog.at_level(logging.INFO, "packhorse.loader"):
         delivered_rows(load(texts(5)))

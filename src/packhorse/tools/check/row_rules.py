@@ -16,9 +16,9 @@ from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.errors import BadSample
 from packhorse.families.encoder import PROCESSOR_ERRORS
 from packhorse.formats.conversation import parse_documents
-from packhorse.formats.convert import PLACEHOLDER, convert_row, turn_names
+from packhorse.formats.convert import convert_row
 from packhorse.formats.meta import DatasetConfig
-from packhorse.formats.row_format import ROLES, Layout, RowFormat, row_layout
+from packhorse.formats.row_format import PLACEHOLDER, ROLES, Layout, RowFormat, row_layout, turn_names
 from packhorse.rows.row_files import Row
 from packhorse.tools.check.rules import RULES, Violation, violation
 from packhorse.types import MEDIA_KINDS, Conversation, Drop, MediaKind, MediaRef, Message, TextPart
@@ -122,10 +122,10 @@ def _add_placeholders(
     row: Row, layout: Layout, turns: list[Mapping[str, Any]], rules: RowFormat, done: list[str]
 ) -> list[Mapping[str, Any]]:
     """Put placeholders of media kinds that no user turn mentions at the beginning of the first one."""
-    roles, texts = rules.tags.roles(), dict[int, Any]()
+    texts = dict[int, Any]()
     for number, turn in enumerate(turns):
         role, content = turn_names(rules.tags, turn)
-        if role is not None and content is not None and roles.get(str(turn[role])) == "user":
+        if role is not None and content is not None and rules.tags.find_role(str(turn[role])) == "user":
             texts[number] = turn[content]
     if not texts or not all(isinstance(text, str) for text in texts.values()):
         return turns

@@ -110,10 +110,10 @@ _ALL = (
     Rule(
         "unknown_role",
         "error",
-        "a turn is neither user, assistant nor system: it would be cut",
+        "the role of a turn is unknown: it would be cut, and a row with tools rejected",
         "name the roles of the dataset in its tags, or correct the row",
         "convert",
-        repair="a role that is known by another name (human, gpt, User) gets the dataset's own",
+        repair="a role that is known by another name (human, gpt) gets the dataset's own",
     ),
     Rule(
         "surplus_placeholder",
@@ -126,7 +126,7 @@ _ALL = (
         "surplus_media",
         "error",
         "the row has media that the text does not mention: they would be cut",
-        "write a placeholder where each media item belongs",
+        "write a placeholder where each media item belongs, or set media_position to first",
         "convert",
         repair="where the text has no placeholder of that kind, they go to the front of the first question",
     ),
