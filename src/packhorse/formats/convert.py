@@ -60,6 +60,8 @@ _LONG_TEXT = 1 << 20  # characters; shorter texts are measured together, when th
 _MEDIA_COLUMNS: Mapping[str, MediaKind] = {"images": "image", "videos": "video", "audios": "audio"}
 _THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _DATA_URI = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
+# Base64 of a JPEG, PNG, GIF or WebP file without a prefix, as rows of ms-swift have it in place of a path.
+_BASE64_IMAGE = re.compile(r"(?:/9j/|iVBORw0KGg|R0lGOD|UklGR)[A-Za-z0-9+/\s]{50,}={0,2}\s*")
 _HTTP = re.compile(r"(?:^|::)https?://", re.IGNORECASE)  # also inside a chain such as simplecache::https://…
 
 
@@ -685,6 +687,8 @@ class _Conversion:
             if not uri[2].lower().endswith(";base64"):
                 raise self._bad("wrong_format", f"a data: address without base64 ({source:.40}…)")
             return self._decode_base64(source[uri.end() :])
+        if isinstance(source, str) and _BASE64_IMAGE.fullmatch(source):
+            return self._decode_base64(source)
         if not self.rules.allow_http and is_on_the_web(source):
             raise self._bad(
                 "not_allowed",
@@ -825,9 +829,9 @@ def _is_parts(content: object) -> bool:
 
 def _are_known_parts(content: object) -> bool:
     """Return whether the result of a tool is a list of parts, and not of other objects."""
-    known = {"text", *PART_TYPES}
+    known = ("text", *PART_TYPES)  # a type may be unhashable
     return _is_parts(content) and all(
-        part.get("type") in known or ("type" not in part and not known.isdisjoint(part))
+        part.get("type") in known or ("type" not in part and any(name in part for name in known))
         for part in content  # type: ignore[attr-defined]
     )
 

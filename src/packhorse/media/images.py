@@ -33,6 +33,7 @@ _DECODE_ERRORS = (
     LookupError,
     ArithmeticError,
     RuntimeError,  # of the AVIF decoder
+    TypeError,  # of the TIFF decoder, for tags of a wrong type
     struct.error,
     zlib.error,
 )

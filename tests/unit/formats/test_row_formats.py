@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from PIL import Image
 
 from packhorse.errors import BadSample
-from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.conversation import parse_conversation, parse_documents
 from packhorse.formats.convert import convert_row
 from packhorse.formats.row_format import FoundFormat, RowFormat, find_format, row_layout
 from packhorse.ledger import Ledger
@@ -651,6 +653,64 @@ def test_wrapped_base64_and_tuples_of_media_are_read() -> None:
         ][0]["content"]
         assert part["image"] == png()
     assert convert({"messages": turns(MARKED), "images": ("cat.png",)}) == {"conversation": OF_IMAGE}
+
+
+def test_base64_in_place_of_a_path_is_read() -> None:
+    of_bytes = {"role": "user", "content": [{"type": "image", "image": png()}, text(QUESTION)]}
+    assert convert({"messages": turns(MARKED), "images": [PNG64]}) == {"conversation": [of_bytes, PLAIN[1]]}
+    with raises_bad_sample("broken_media", key="a/0"):
+        convert({"messages": turns(MARKED), "images": [PNG64[:-3]]})
+
+
+ODD_VALUES = ([], {}, [1], {"a": 1}, None, 1, 1.5, True, "x", [["a"]], [{"type": ["image"]}], {"type": [1]})
+FIELDS_WITH_ODD_VALUES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "messages": lambda v: {"messages": v},
+    "turn": lambda v: {"messages": [v]},
+    "table": lambda v: {"messages": {"role": v, "content": v}},
+    "role": lambda v: {"messages": [{"role": v, "content": "a"}]},
+    "from": lambda v: {"messages": [{"from": v, "value": v}]},
+    "content": lambda v: {"messages": [{"role": "user", "content": v}]},
+    "result": lambda v: {"messages": [{"role": "tool", "content": v}]},
+    "type of a result": lambda v: {"messages": [{"role": "tool", "content": [{"type": v, "text": "a"}]}]},
+    "type": lambda v: {"messages": [{"role": "user", "content": [{"type": v, "text": "a"}]}]},
+    "text": lambda v: {"messages": [{"role": "user", "content": [{"type": "text", "text": v}]}]},
+    "image of a part": lambda v: {"messages": [{"role": "user", "content": [{"type": "image", "image": v}]}]},
+    "image_url": lambda v: {
+        "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": v}]}]
+    },
+    "image": lambda v: {"messages": turns(MARKED), "images": [v]},
+    "images": lambda v: {"messages": turns(MARKED), "images": v},
+    "tool_calls": lambda v: {"messages": [{"role": "assistant", "content": "a", "tool_calls": v}]},
+    "tool call": lambda v: {
+        "messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": v}]}]
+    },
+    "function_call": lambda v: {"messages": [{"role": "function_call", "content": v}]},
+    "loss": lambda v: {"messages": [{"role": "assistant", "content": "a", "loss": v}]},
+    "reasoning_content": lambda v: {
+        "messages": [{"role": "assistant", "content": "a", "reasoning_content": v}]
+    },
+    **{
+        name: lambda v, name=name: {"messages": turns(), name: v}
+        for name in ("weight", "tools", "system", "label", "rejected", "rejected_response", "_text_tokens")
+    },
+    "prompt": lambda v: {"prompt": v, "response": "a"},
+    "response": lambda v: {"prompt": "a", "response": v},
+    "history": lambda v: {"prompt": "a", "response": "b", "history": [v]},
+    "chosen": lambda v: {"prompt": "a", "chosen": v, "rejected": "b"},
+}
+
+
+@pytest.mark.parametrize("task", ["sft", "preference"])
+@pytest.mark.parametrize("field", FIELDS_WITH_ODD_VALUES)
+def test_a_field_of_any_type_is_read_or_makes_a_bad_sample(field: str, task: str) -> None:
+    for reasoning in ("keep", "drop", "mask"):
+        for position in ({}, {"media_position": "first"}):
+            rules = RowFormat.of(task=task, reasoning=reasoning, **position)
+            for value in ODD_VALUES:
+                with suppress(BadSample):
+                    row = FIELDS_WITH_ODD_VALUES[field](value)
+                    example = convert_row(row, rules, key="a/0", dataset="a", record=Ledger().record)
+                    parse_documents(example, "a/0")
 
 
 def test_names_of_a_table_that_are_empty_do_not_hide_others() -> None:

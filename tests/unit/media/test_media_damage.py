@@ -1,4 +1,4 @@
-"""Audio and videos with damage in their headers: always a ``BadSample``, whatever the decoders make of it."""
+"""Images, audio and videos with damage: always a ``BadSample``, whatever the decoders make of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from media_samples import write_video
 
 from packhorse.errors import BadSample, MissingDependency
 from packhorse.media import audio as audio_module
-from packhorse.media import audio_info, load_audio, load_video, probe_video
+from packhorse.media import audio_info, load_audio, load_image, load_video, probe_video
 from raising import raises_bad_sample
 
 RATE = 44_100
@@ -31,6 +31,21 @@ def encode(form: str, samples: int = 60_000) -> bytearray:
     file = io.BytesIO()
     soundfile.write(file, noise(samples), RATE, format=form)
     return bytearray(file.getvalue())
+
+
+def tiff(type_of_offset: int) -> bytes:
+    """Return a grey TIFF of 4 x 4 pixels; 3 is a short integer, 5 a fraction."""
+    tags = [(256, 3, 4), (257, 3, 4), (258, 3, 8), (259, 3, 1), (262, 3, 1), (273, type_of_offset, 200)]
+    tags += [(277, 3, 1), (278, 3, 4), (279, 3, 16)]
+    header = b"II*\0" + struct.pack("<IH", 8, len(tags))
+    header += b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags)
+    return header.ljust(200, b"\0") + struct.pack("<II", 200, 1) + bytes(32)
+
+
+def test_a_tiff_whose_tags_have_the_wrong_type_is_a_bad_sample() -> None:
+    assert load_image(tiff(3)).size == (4, 4)
+    with raises_bad_sample("broken_media"):
+        load_image(tiff(5))
 
 
 def mp3_without_length(samples: int, bit_rate: int = 128_000) -> bytes:
