@@ -175,6 +175,7 @@ class _Conversion:
         self.row, self.rules, self.layout = row, rules, layout
         self.key, self.dataset, self.record = key, dataset, record
         self.roles = rules.tags.roles()
+        self.has_usual_tags = rules.tags.role_tag is None and rules.tags.content_tag is None
         self.values = {part: row.get(column) for part, column in layout.columns.items()}
         self.has_typed_parts = False
         self.media: dict[str, Iterator[Any]] = {}
@@ -519,6 +520,9 @@ class _Conversion:
 
     def _tags_of(self, number: int, turn: Any) -> tuple[str, str]:
         """Return the names of a turn's role and content."""
+        usual = self.has_usual_tags and type(turn) is dict
+        if usual and turn.get("role") is not None and turn.get("content") is not None:
+            return "role", "content"
         role, content = turn_names(self.rules.tags, turn) if isinstance(turn, Mapping) else (None, None)
         if content is None and role is not None and turn.get("tool_calls"):
             content = "content"

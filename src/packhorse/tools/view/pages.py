@@ -176,7 +176,7 @@ class PackList:
         """Return which packs match a query; None for all."""
         tests: list[Flags] = []
         if query.least > 0 or query.most < 100:
-            fill = self.plan.tokens * (100 / self.plan.capacity)
+            fill = 100 * self.plan.tokens / self.plan.capacity
             tests.append((fill >= query.least) & (fill <= query.most))
         if query.dataset:
             tests.append(self._with_dataset(query.dataset))
