@@ -13,11 +13,11 @@ from packhorse.errors import ConfigError, data_errors
 from packhorse.formats.conversation import EXAMPLE_SETTINGS, PASSED_ON, ROW_SETTINGS, has_preference
 from packhorse.formats.convert import convert_example, convert_row
 from packhorse.formats.llama_factory import without_decoding
-from packhorse.formats.meta import check_rows_format, describe_rows, record_unused_fields
+from packhorse.formats.meta import UnusedFields, check_rows_format, describe_rows, record_unused_fields
 from packhorse.formats.row_format import FoundFormat, RowFormat, find_format
 from packhorse.ledger import Ledger
 from packhorse.rows.row_files import TableRow
-from packhorse.types import Drop, Rows
+from packhorse.types import Rows
 
 logger = getLogger("packhorse.datasets")
 
@@ -39,7 +39,7 @@ class ConvertedRows(Sequence[dict[str, Any]]):
 
     def __init__(self, rows: Rows, rules: RowFormat, ledger: Ledger, found: FoundFormat) -> None:
         self.rows, self.rules, self.ledger, self.found = rows, rules, ledger, found
-        self._reported = set(found.unused)
+        self._unused = UnusedFields("", found.unused)
         self._is_table = hasattr(rows, "features")
 
     def __len__(self) -> int:
@@ -53,8 +53,8 @@ class ConvertedRows(Sequence[dict[str, Any]]):
         key, record = self.key(index), self.ledger.record
         convert = convert_example if "conversation" in row and _is_example(row) else convert_row
         example = convert(row, self.rules, key=key, dataset="", record=record, unused=unused)
-        if not unused <= self._reported:
-            self._report(unused - self._reported)
+        if unused:
+            self._unused.report(unused, self.ledger)
         return example
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -63,15 +63,6 @@ class ConvertedRows(Sequence[dict[str, Any]]):
     def describe(self) -> list[str]:
         """Return a line about the rows: how many, the format of the first ones, what is not used."""
         return [describe_rows(type(self.rows).__name__, len(self), self.rules, self.found)]
-
-    def _report(self, unused: set[str]) -> None:
-        """Report fields that nothing reads, and that the first rows do not have, once in each process."""
-        self._reported |= unused
-        logger.warning(
-            "data: fields that are not used: %s (not in the first rows)", ", ".join(sorted(unused))
-        )
-        for name in sorted(unused):  # with a key, so that the ledger has one entry for all processes
-            self.ledger.record(Drop("data", "convert", "unused_field", f"not used: {name}", "kept", ""))
 
     def key(self, index: int) -> str:
         """Return the key of an example: that of the rows, or its index."""

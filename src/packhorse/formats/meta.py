@@ -276,6 +276,24 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # --- mixtures ------------------------------------------------------------------------------------------
 
 
+class UnusedFields:
+    """Reports fields that nothing reads and that the first rows do not have, each once in a process."""
+
+    def __init__(self, name: str = "", of_first_rows: Iterable[str] = ()) -> None:
+        self._name, self._reported = name, set(of_first_rows)
+
+    def report(self, unused: set[str], ledger: Ledger) -> None:
+        """Record and log those that have not been reported."""
+        if unused <= self._reported:
+            return
+        new = sorted(unused - self._reported)
+        self._reported |= unused
+        name = self._name or "data"
+        logger.warning("%s: fields that are not used: %s (not in the first rows)", name, ", ".join(new))
+        for one in new:  # with a key, so that the ledger has one entry for all processes
+            ledger.record(Drop(name, "convert", "unused_field", f"not used: {one}", "kept", self._name))
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """One dataset of a mixture: its open file, this rank's rows of it, and how its first rows are written."""
@@ -284,6 +302,7 @@ class Source:
     file: RowFile
     selection: RowSelection
     found: FoundFormat = field(default_factory=FoundFormat)
+    unused: UnusedFields = field(default_factory=UnusedFields)
 
     def __len__(self) -> int:
         return len(self.selection)
@@ -296,7 +315,12 @@ class Source:
         """Return the example that a row becomes; BadSample if it is unreadable or no conversation."""
         if isinstance(row, BadSample):
             raise row.with_key(key)
-        return convert_row(row, self.config.rules, key=key, dataset=self.config.name, record=ledger.record)
+        unused: set[str] = set()
+        name, record = self.config.name, ledger.record
+        example = convert_row(row, self.config.rules, key=key, dataset=name, record=record, unused=unused)
+        if unused:
+            self.unused.report(unused, ledger)
+        return example
 
 
 class MetaDataset(Sequence[dict[str, Any]]):
@@ -433,7 +457,8 @@ def open_meta_dataset(
         selection.record_losses(config.name, ledger)
         found = find_format(check_first_rows(config, file).values(), config.rules)
         found |= FoundFormat(unused=config.unused)
-        sources.append(Source(config, file, selection, found))
+        unused = UnusedFields(config.name, found.unused)
+        sources.append(Source(config, file, selection, found, unused))
         if world.rank == 0:
             record_unused_fields(config.name, found.unused, ledger)
     record_same_files(sources, ledger)

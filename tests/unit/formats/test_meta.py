@@ -50,6 +50,20 @@ def test_datasets_are_in_the_order_of_their_names(mixture: Path) -> None:
     assert make_meta_dataset(str(mixture), ["b"]) == examples[3:]
 
 
+def test_a_field_that_only_a_later_row_of_a_file_has_is_reported_once(tmp_path: Path) -> None:
+    turns = chat(9)["messages"]
+    scored = {"messages": [{**turns[0], "score": 3}, turns[1]], "grade": 1}
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[chat(i) for i in range(8)] + [scored] * 2)
+    ledger = Ledger()
+    examples = open_meta_dataset(str(meta), ledger=ledger)
+    assert not len(ledger)
+    assert len(list(examples)) == len(examples[:]) == 10
+    assert [(drop.reason, drop.action, drop.detail, drop.dataset) for drop in ledger] == [
+        ("unused_field", "kept", "not used: grade", "a"),
+        ("unused_field", "kept", "not used: messages[].score", "a"),
+    ]
+
+
 def test_statistics_come_with_the_list(mixture: Path) -> None:
     assert make_meta_dataset(str(mixture)).stats == {
         "n_images": 1,
