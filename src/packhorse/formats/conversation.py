@@ -37,9 +37,9 @@ OWN_TEMPLATE_KWARGS = frozenset(
 )
 """Options of ``apply_chat_template`` that are no options of a template."""
 
-ROW_SETTINGS = ("tools", "weight")
+ROW_SETTINGS = ("tools", "weight", "chat_template_kwargs")
 """Fields of an example that hold for the whole conversation, and that its row may have too."""
-EXAMPLE_SETTINGS = ("chat_template_kwargs", "reasoning")
+EXAMPLE_SETTINGS = ("reasoning",)
 """Fields of an example that hold for the whole conversation, and come from the settings of its dataset."""
 PASSED_ON = ("mm_inputs_meta", "_text_tokens", "_injected_fake")
 """Fields of a row that its example has too, unchanged."""
@@ -74,6 +74,8 @@ def parse_conversation(example: Mapping[str, Any], key: str = "") -> Conversatio
         settings["weight"] = _weight("weight", settings["weight"], "", key)
     if not isinstance(options := settings.get("chat_template_kwargs", {}), Mapping):
         raise _wrong(f"'chat_template_kwargs' is {_kind(options)}, expected a dict of options", key)
+    if (reasoning := settings.get("reasoning", "keep")) not in ("keep", "mask"):
+        raise _wrong(f"reasoning is {reasoning!r:.40}, expected keep or mask", key)
     if own := sorted(OWN_TEMPLATE_KWARGS.intersection(options)):
         raise _wrong(f"chat_template_kwargs has {', '.join(own)}, which Packhorse sets itself", key)
     return Conversation(messages, key, **{**settings, "tools": tuple(tools)})

@@ -26,6 +26,7 @@ from packhorse.formats.conversation import (
     preference_data,
 )
 from packhorse.formats.row_format import (
+    DECODED_AUDIO,
     MEDIA_FIELDS,
     PART_TYPES,
     PLACEHOLDER,
@@ -37,6 +38,7 @@ from packhorse.formats.row_format import (
     Tags,
     name_unused,
     pair_names,
+    parse_turns,
     part_type,
     row_layout,
     turn_names,
@@ -144,7 +146,7 @@ def convert_example(
 ) -> dict[str, Any]:
     """Apply the settings of a dataset to an example, as :func:`convert_row` does to a row.
 
-    An example has fields that rows have not: its own ``chat_template_kwargs``, ``reasoning`` and ``audio``.
+    An example has fields that rows have not: its own ``reasoning`` and ``audio``.
 
     Raises:
         BadSample: as :func:`convert_row`.
@@ -155,8 +157,6 @@ def convert_example(
     if "audio" in own:
         conversion = _Conversion(row, rules, row_layout(row, rules), key, dataset, record)
         own["audio"] = [conversion.source("audio", clip) for clip in extra_audio(own)]
-    if "chat_template_kwargs" in own:
-        own["chat_template_kwargs"] = {**rules.chat_template_kwargs, **own["chat_template_kwargs"]}
     return {**result, **own}
 
 
@@ -222,7 +222,9 @@ class _Conversion:
     def _check_no_preference(self) -> None:
         """Raise if the row has a rejected answer, or says whether its answer is good."""
         columns = self.layout.preference
-        has_label = "label" in columns and isinstance(self.row[columns["label"]], bool)
+        # Other datasets call a class "label".
+        is_label = columns.get("label") in ("kto_tag", self.rules.columns.label)
+        has_label = "label" in columns and (is_label or isinstance(self.row[columns["label"]], bool))
         has_answer = "messages" in self.layout.columns or "response" in self.layout.columns
         if has_label or "rejected" in columns or not has_answer:
             raise preference_data(columns.values(), self.key)
@@ -245,6 +247,8 @@ class _Conversion:
             role: self._conversation(self._add_answer(prompt, answer, role))
             for role, answer in (("chosen", chosen), ("rejected", rejected))
         }
+        if self.values.get("prompt") is not None and not self._begins_with(prompt, chosen):
+            self._note_unused("prompt", "the answers are whole conversations that begin otherwise")
         shared = _common_turns(*pair.values())
         answered = all(turns[shared:] and turns[shared]["role"] == "assistant" for turns in pair.values())
         # A turn of an unknown role is no prompt, and an answer is none either.
@@ -299,6 +303,7 @@ class _Conversion:
             (answer,) = answer
         if isinstance(answer, Mapping):
             answer = [answer]
+        answer = self._parse_turns(answer)
         if not self._is_turns(answer):
             answer = [self._raw_turn("assistant", answer)]
         if self._role_of(answer[0]) in ("user", "system"):
@@ -309,6 +314,18 @@ class _Conversion:
                 "wrong_format", f"{found} before the {role} answer: expected the same prompt for both"
             )
         return [*prompt, *answer]
+
+    def _begins_with(self, prompt: list[Any], answer: Any) -> bool:
+        """Return whether an answer is no whole conversation, or one that begins with the prompt."""
+        answer = self._parse_turns(_unzip(answer))
+        if not self._is_turns(answer) or self._role_of(answer[0]) not in ("user", "system"):
+            return True
+        tags = self.rules.tags
+        texts, begins = (
+            [(self._role_of(turn), turn.get(turn_names(tags, turn)[1] or "")) for turn in turns]
+            for turns in (prompt, answer[: len(prompt)])
+        )
+        return texts == begins
 
     def _role_of(self, turn: Any) -> str | None:
         role, _ = turn_names(self.rules.tags, turn) if isinstance(turn, Mapping) else (None, None)
@@ -347,11 +364,20 @@ class _Conversion:
         weight = rules.weight * (1.0 if weight is None else float(weight))
         if weight != 1:
             settings["weight"] = weight
-        if rules.chat_template_kwargs:
-            settings["chat_template_kwargs"] = dict(rules.chat_template_kwargs)
+        if options := {**rules.chat_template_kwargs, **self._template_options()}:
+            settings["chat_template_kwargs"] = options
         if rules.reasoning == "mask":
             settings["reasoning"] = rules.reasoning
         return settings
+
+    def _template_options(self) -> Mapping[str, Any]:
+        """Return the row's own options for the chat template."""
+        given = self._parse_json(self.values.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+        options = self._without_table_nulls(given)
+        if not isinstance(options, Mapping):
+            found = f"chat_template_kwargs is {_summary(options)}, expected a dict of options"
+            raise self._bad("wrong_format", found)
+        return options
 
     def _passed_on(self) -> dict[str, Any]:
         fields = {name: self.row[name] for name in PASSED_ON if name in self.row}
@@ -418,7 +444,7 @@ class _Conversion:
         prompt, query, response, history = (
             self.values.get(part) for part in ("prompt", "query", "response", "history")
         )
-        prompt, response = _unzip(prompt), _unzip(response)
+        prompt, response = (self._parse_turns(_unzip(value)) for value in (prompt, response))
         turns = self._history_turns(_unzip(history)) if history else []
         if isinstance(query, str) and query:
             if prompt is not None and not isinstance(prompt, str):
@@ -433,6 +459,7 @@ class _Conversion:
     def _history_turns(self, history: Any) -> list[Any]:
         """Return the turns of a history: questions with their answers, or turns."""
         turns: list[Any] = []
+        history = parse_turns(history)
         for number, entry in enumerate(history if isinstance(history, list | tuple) else [history]):
             question_and_answer = entry
             if isinstance(entry, Mapping):
@@ -457,6 +484,12 @@ class _Conversion:
         name = (tags.user_tag if role == "user" else tags.assistant_tag) or role
         return {tags.role_tag or "role": name, tags.content_tag or "content": content}
 
+    def _parse_turns(self, value: Any) -> Any:
+        """Return the turns of a JSON text; anything else as it is, also a text that is other JSON."""
+        turns = parse_turns(value) if isinstance(value, str) else value
+        known = isinstance(turns, list) and turns and all(map(self._role_of, turns))
+        return turns if known else value
+
     def _is_turns(self, content: Any) -> bool:
         """Return whether a value is a list of messages, not of the parts of one."""
         return isinstance(content, list | tuple) and any(
@@ -480,6 +513,13 @@ class _Conversion:
                 self.unused |= name_unused("messages", extras, TURN_FIELDS)
         if role is None:
             return None  # see _report_unknown
+        if role not in ("assistant", "function_call") and any(map(extras.get, TURN_WEIGHTS)):
+            # Such a turn is never trained, so 0 and false are what happens.
+            self.unused |= {f"messages[].{name} (role {role})" for name in TURN_WEIGHTS if extras.get(name)}
+        if "function_call" in extras and role == "assistant":  # OpenAI's field for a single call
+            extras["tool_calls"] = [self._parse_json(extras.pop("function_call"), "function_call")]
+        if role == "function_call" and self.rules.reasoning == "drop":
+            extras.pop("reasoning_content", None)
         if role == "function_call":
             calls = self._tool_calls(number, content)
             parts = [{"type": "text", "text": ""}]
@@ -524,7 +564,7 @@ class _Conversion:
         if usual and turn.get("role") is not None and turn.get("content") is not None:
             return "role", "content"
         role, content = turn_names(self.rules.tags, turn) if isinstance(turn, Mapping) else (None, None)
-        if content is None and role is not None and turn.get("tool_calls"):
+        if content is None and role is not None and (turn.get("tool_calls") or turn.get("function_call")):
             content = "content"
         if role is None or content is None:
             tags = self.rules.tags
@@ -550,7 +590,11 @@ class _Conversion:
             if isinstance(arguments, str):
                 arguments = self._parse_json(arguments or "{}", f"arguments of {what}")
             named = {key: value for key, value in function.items() if key not in ("parameters", "type", "id")}
-            ids = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+            used = ("type", "id", "function") if "function" in call else call
+            self.unused |= name_unused("messages[].tool_calls", call, used)
+            if "arguments" in function and "parameters" in function:
+                self.unused.add("messages[].tool_calls[].parameters")
+            ids = {"id": str(call["id"])} if call.get("id") is not None else {}
             result.append({**ids, "type": "function", "function": {**named, "arguments": arguments}})
         return result
 
@@ -629,7 +673,7 @@ class _Conversion:
         kind = PART_TYPES.get(name) if name is not None else None
         if kind is None:
             return part  # parse_conversation rejects it, with the turn
-        for field in dict.fromkeys((kind, name, *SOURCE_FIELDS)):
+        for field in dict.fromkeys((kind, name, f"{kind}_url", f"input_{kind}", *SOURCE_FIELDS)):
             if field in part:
                 rest = {other: value for other, value in part.items() if other not in (field, "type")}
                 return self._media_part(kind, self._entry(field, part[field]), rest)
@@ -670,11 +714,13 @@ class _Conversion:
         if not isinstance(entry, Mapping):
             return {**(options or {}), "type": kind, kind: self._resolve(entry)}
         # Other fields of an entry are passed on, but do not replace the part's own.
-        own = (*SOURCE_FIELDS, "type", *MEDIA_KINDS)
+        own = (*SOURCE_FIELDS, "type", *MEDIA_KINDS, *(DECODED_AUDIO if kind == "audio" else ()))
         extras = {name: value for name, value in entry.items() if name not in own and value is not None}
         if options is None and extras:  # of a column: those of a part are noted with it
             self.unused |= name_unused(f"{kind}s", extras, MEDIA_FIELDS)
         part = {**extras, **(options or {}), "type": kind}
+        if kind == "audio" and entry.get("array") is not None:  # how the hub's datasets decode audio
+            return {**part, kind: {name: entry.get(name) for name in DECODED_AUDIO}}
         if entry.get("bytes") is not None:  # how Parquet files and the hub hold an image
             return {**part, kind: entry["bytes"]}
         for field in ("base64", "data"):

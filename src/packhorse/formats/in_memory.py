@@ -9,7 +9,7 @@ from itertools import islice
 from logging import getLogger
 from typing import Any
 
-from packhorse.errors import ConfigError, data_errors
+from packhorse.errors import ConfigError, data_errors, list_some
 from packhorse.formats.conversation import EXAMPLE_SETTINGS, PASSED_ON, ROW_SETTINGS, has_preference
 from packhorse.formats.convert import convert_example, convert_row
 from packhorse.formats.llama_factory import without_decoding
@@ -84,11 +84,15 @@ def open_examples(data: Rows, rules: RowFormat | None, ledger: Ledger) -> Rows:
     if hasattr(data, "features") and hasattr(data, "cast_column") and "datasets" in sys.modules:
         data = without_decoding(data)
     first: dict[str, Any] = {}
+    if isinstance(data, Mapping) and 0 not in data:  # a DatasetDict
+        names = list_some(map(repr, data), 4)
+        message = f"data is a dict of {names or 'nothing'}: pass one of its datasets, such as data['train']"
+        raise ConfigError(message, setting="data")
     for index in range(min(len(data), _FIRST_ROWS)):
-        with data_errors() as outcome:
+        with data_errors():  # a row that cannot be read is a bad sample when it is delivered
             first[str(index)] = data[index]
-        if outcome.error is not None:
-            return data  # raised when it is read
+    if not first and rules is None:
+        return data
     for key, row in islice(first.items(), 1):
         if not isinstance(row, Mapping):
             raise ConfigError(

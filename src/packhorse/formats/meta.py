@@ -289,7 +289,7 @@ class UnusedFields:
         new = sorted(unused - self._reported)
         self._reported |= unused
         name = self._name or "data"
-        logger.warning("%s: fields that are not used: %s (not in the first rows)", name, ", ".join(new))
+        logger.warning("%s: fields that are not used: %s", name, ", ".join(new))
         for one in new:  # with a key, so that the ledger has one entry for all processes
             ledger.record(Drop(name, "convert", "unused_field", f"not used: {one}", "kept", self._name))
 

@@ -30,15 +30,23 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "response": ("completion", "output", "response", "answer"),
     "history": ("history",),
     "system": ("system", "system_prompt"),
-    "tools": ("tools",),
+    "tools": ("tools", "functions"),
     "images": ("images", "image"),
     "videos": ("videos", "video"),
     "audios": ("audios", "audio"),
     "weight": ("weight",),
+    "chat_template_kwargs": ("chat_template_kwargs",),
     "chosen": ("chosen",),
     "rejected": ("rejected", "rejected_response", "rejected_messages"),
     "label": ("kto_tag", "label"),
 }
+# Names that belong together: a row with both is read by them, whatever other names it has.
+_PROMPT_AND_RESPONSE = (
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("query", "response"),
+    ("question", "answer"),
+)
 _PROMPT_COLUMNS = ("prompt", "query", "response", "history")
 _TURN_COLUMNS = ("messages", "prompt", "response", "history", "chosen", "rejected")
 _PREFERENCE_COLUMNS = ("chosen", "rejected", "label")
@@ -60,11 +68,15 @@ PART_TYPES: Mapping[str, MediaKind] = {
 }
 """Types of parts and the media they are: OpenAI's names, and ``input_audio`` with base64 data."""
 
+_TEXT_TYPES = ("text", "input_text", "output_text")
 SOURCE_FIELDS = ("path", "url", "bytes", "base64", "data")
+DECODED_AUDIO = ("array", "sampling_rate")
 TEXT_FIELDS = ("text", "value", "content")
-TURN_FIELDS = frozenset({"tool_calls", "tool_call_id", "name", "reasoning_content", *TURN_WEIGHTS})
+TURN_FIELDS = frozenset(
+    {"tool_calls", "function_call", "tool_call_id", "name", "reasoning_content", *TURN_WEIGHTS}
+)
 """What is read of a turn next to its role and content; the chat template gets every other field too."""
-MEDIA_FIELDS = frozenset({"type", *PART_TYPES, *SOURCE_FIELDS, *ITEM_OPTIONS})
+MEDIA_FIELDS = frozenset({"type", *PART_TYPES, *SOURCE_FIELDS, *DECODED_AUDIO, *ITEM_OPTIONS})
 """What is read of a media item: of its part, or of its entry in a column."""
 
 PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
@@ -272,9 +284,10 @@ def row_layout(row: Mapping[str, Any], rules: RowFormat) -> Layout:
         BadSample: it has no turns, and no prompt with an answer, under known names.
     """
     present = frozenset(name for name, value in row.items() if value is not None)
-    layout = _find_layout(present, rules.columns, rules.detect, rules.format)
+    empty = frozenset(name for name, value in row.items() if type(value) in (str, list) and not value)
+    layout = _find_layout(present, empty, rules.columns, rules.detect, rules.format)
     if layout is None:  # an empty column may be the one that is meant
-        layout = _find_layout(frozenset(row), rules.columns, rules.detect, rules.format)
+        layout = _find_layout(frozenset(row), empty, rules.columns, rules.detect, rules.format)
     if layout is None:
         raise BadSample(describe_unknown(row, rules), reason="wrong_format", stage="convert")
     return layout
@@ -282,21 +295,26 @@ def row_layout(row: Mapping[str, Any], rules: RowFormat) -> Layout:
 
 @lru_cache(maxsize=4096)
 def _find_layout(
-    present: frozenset[str], declared: Columns, detect: bool, wanted: FormatName
+    present: frozenset[str], empty: frozenset[str], declared: Columns, detect: bool, wanted: FormatName
 ) -> Layout | None:
     given = _without_none(asdict(declared))
     columns = dict(given)
     if detect:
-        taken = set(given.values())
+        left = present.difference(given.values())
+        if "prompt" not in given and "response" not in given:
+            pairs = (pair for pair in _PROMPT_AND_RESPONSE if left.issuperset(pair))
+            columns.update(zip(("prompt", "response"), next(pairs, ()), strict=False))
         for part, names in _ALIASES.items():
-            found = next((name for name in names if name in present and name not in taken), None)
-            if part not in columns and found is not None:
-                columns[part] = found
+            # An empty column does not hide one with another name of the same part.
+            found = [name for name in names if name in left - empty] or [n for n in names if n in left]
+            if part not in columns and found:
+                columns[part] = found[0]
     here = {part: column for part, column in columns.items() if column in present}
     is_prompt = "prompt" in here and "response" in here
     if wanted == "auto":
         turns_declared = "messages" in given or not ("prompt" in given and is_prompt)
-        kind: FormatName = "messages" if "messages" in here and turns_declared else "prompt_response"
+        has_turns = "messages" in here and not (is_prompt and here["messages"] in empty)
+        kind: FormatName = "messages" if has_turns and turns_declared else "prompt_response"
     else:
         kind = wanted
     is_pair = "chosen" in here or "rejected" in here  # the prompt may be in these columns too
@@ -305,7 +323,7 @@ def _find_layout(
     other = _PROMPT_COLUMNS if kind == "messages" else ("messages",)
     preference = {part: here[part] for part in _PREFERENCE_COLUMNS if part in here}
     read = {part: column for part, column in here.items() if part not in (*other, *_PREFERENCE_COLUMNS)}
-    unused = present - set(read.values()) - set(PASSED_ON)
+    unused = present - empty - set(read.values()) - set(PASSED_ON)
     return Layout(kind, read, tuple(sorted(unused)), preference)
 
 
@@ -383,19 +401,21 @@ def part_type(part: Mapping[str, Any]) -> Any:
     """Return the type of a part; that of ``{"image": "1.jpg"}`` is ``image``, and None is unknown."""
     if (name := part.get("type")) is None:
         return next((kind for kind in (*MEDIA_KINDS, "text") if kind in part), None)
+    if name in _TEXT_TYPES:
+        return "text"
     return name if isinstance(name, str) else None
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
     """Return the dicts of a list, of its JSON text, or of a dict of lists; one dict is one of them."""
-    value = _parse_turns(value)
+    value = parse_turns(value)
     if isinstance(value, Mapping):
         turns: list[Any] | None = turns_of_struct(value)
         value = turns or [value]
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list | tuple) else []
 
 
-def _parse_turns(value: Any) -> Any:
+def parse_turns(value: Any) -> Any:
     """Return the list that a JSON text holds; anything else as it is."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError):
@@ -492,7 +512,7 @@ def _in_order(entry: tuple[str, str, str]) -> tuple[Any, ...]:
 
 
 def find_format(rows: Iterable[Mapping[str, Any]], rules: RowFormat) -> FoundFormat:
-    """Return how these rows are written; rows of an unknown format are passed over."""
+    """Return how these rows are written; rows of an unknown format are skipped."""
     found = FoundFormat()
     for row in rows:
         with suppress(BadSample):
@@ -510,7 +530,7 @@ def _are_media_marked(row: Mapping[str, Any], layout: Layout) -> frozenset[bool]
     columns = {**layout.columns, **layout.preference}
     if not any(_has_media(row.get(columns.get(f"{kind}s", ""))) for kind in MEDIA_KINDS):
         return frozenset()
-    texts = (_parse_turns(row.get(columns.get(part, ""))) for part in (*_TURN_COLUMNS, "query"))
+    texts = (parse_turns(row.get(columns.get(part, ""))) for part in (*_TURN_COLUMNS, "query"))
     return frozenset({any(map(_mentions_media, texts))})
 
 

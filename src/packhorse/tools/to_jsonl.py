@@ -192,7 +192,6 @@ def _common_options(sources: Sequence[Source]) -> dict[str, Any]:
         {
             **({"task": rules.task} if rules.task != "sft" else {}),
             **({"reasoning": rules.reasoning} if rules.reasoning == "mask" else {}),
-            **({"chat_template_kwargs": options} if (options := dict(rules.chat_template_kwargs)) else {}),
         }
         for rules in (source.config.rules for source in sources)
     ]

@@ -197,11 +197,11 @@ def test_settings_that_no_row_has_are_named(tmp_path: Path) -> None:
     }
     kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
     converted = write_jsonl({"a": {**entry, **kwargs}}, tmp_path / "out.jsonl")
-    assert converted.options == {"allow_http": True, "reasoning": "mask", **kwargs}
+    assert converted.options == {"allow_http": True, "reasoning": "mask"}
     read_as = {"file_name": converted.out, **converted.options}
     assert open_meta_dataset({"a": read_as})[0] == open_meta_dataset({"a": {**entry, **kwargs}})[0]
     with raises_config("dataset_names", match="convert the datasets one by one"):
-        write_jsonl({"a": entry, "b": {**entry, **kwargs}}, tmp_path / "both.jsonl")
+        write_jsonl({"a": entry, "b": {**entry, "reasoning": "keep"}}, tmp_path / "both.jsonl")
 
 
 def test_preference_data_keeps_both_answers_and_labels(tmp_path: Path) -> None:

@@ -191,3 +191,24 @@ def test_nulls_of_a_hugging_face_dataset_are_fields_that_the_row_does_not_have()
     assert of_table[1]["tools"] == [{"type": "function", "function": {"name": "b"}}]
     of_list = open_examples(rows, None, Ledger())
     assert of_list[1]["tools"] == [{"type": "function", "function": {"name": "b", "strict": None}}]
+
+
+class WithBrokenRow(list[Any]):
+    """Rows of which one cannot be read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 3:
+            raise OSError("broken")
+        return super().__getitem__(index)
+
+
+def test_a_row_that_cannot_be_read_changes_nothing_for_the_others() -> None:
+    rows = open_examples(WithBrokenRow([{"messages": TURNS}] * 8), None, Ledger())
+    assert rows[2] == rows[4] == EXAMPLE
+    with pytest.raises(OSError, match="broken"):
+        rows[3]
+
+
+def test_a_dict_of_datasets_is_rejected_with_their_names() -> None:
+    with raises_config("data", match="'train', 'test'"):
+        open_examples({"train": [EXAMPLE], "test": [EXAMPLE]}, None, Ledger())  # type: ignore[arg-type]

@@ -50,6 +50,15 @@ def from_value(turn: dict[str, Any]) -> dict[str, Any]:
 
 PAIRS = {
     "TRL": {"prompt": "What is it?", "chosen": "A cat.", "rejected": "A dog."},
+    "JSON text": {
+        "messages": json.dumps([QUESTION, GOOD]),
+        "rejected_messages": json.dumps([QUESTION, BAD]),
+    },
+    "JSON text, prompt": {
+        "prompt": json.dumps([QUESTION]),
+        "chosen": json.dumps([GOOD]),
+        "rejected": json.dumps([BAD]),
+    },
     "TRL, messages": {"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]},
     "TRL, implicit prompt": {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
     "TRL, all columns": {
@@ -210,6 +219,21 @@ def test_the_default_task_rejects_preference_data_with_the_line_to_write(row: di
 def test_an_example_with_a_preference_is_no_plain_conversation(example: dict[str, Any]) -> None:
     with raises_bad_sample("preference_data", key="a/0"):
         parse_conversation(example, "a/0")
+
+
+@pytest.mark.parametrize("label", [0, 1, True, "bad"])
+def test_a_kto_tag_of_any_type_is_no_plain_answer(label: Any) -> None:
+    with raises_bad_sample("preference_data", key="a/0"):
+        convert({"messages": [QUESTION, GOOD], "kto_tag": label}, task="sft")
+    with raises_bad_sample("preference_data", key="a/0"):
+        convert({"messages": [QUESTION, GOOD], "good": label}, task="sft", columns={"label": "good"})
+
+
+def test_a_prompt_that_its_whole_conversations_contradict_is_reported() -> None:
+    drops: list[Drop] = []
+    row = {"prompt": "Who?", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}
+    assert convert(row, drops.append) == pair()
+    assert [(drop.reason, drop.action) for drop in drops] == [("unused_field", "kept")]
 
 
 def test_rows_in_memory_with_a_preference_need_the_task() -> None:

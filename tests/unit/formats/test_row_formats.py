@@ -662,6 +662,108 @@ def test_base64_in_place_of_a_path_is_read() -> None:
         convert({"messages": turns(MARKED), "images": [PNG64[:-3]]})
 
 
+def unused_of(row: dict[str, Any], **options: Any) -> set[str]:
+    """What conversion does not use of a row."""
+    unused: set[str] = set()
+    rules = RowFormat.of(**options)
+    convert_row(row, rules, key="a/0", dataset="a", record=Ledger().record, unused=unused)
+    return unused
+
+
+def test_names_that_belong_together_are_read_together() -> None:
+    row = {"instruction": QUESTION, "input": "", "output": ANSWER, "prompt": f"{QUESTION} {ANSWER}"}
+    assert convert(row) == {"conversation": PLAIN}
+    assert unused_of(row) == {"prompt"}
+    row = {"question": QUESTION, "answer": ANSWER, "response": "Another one."}
+    assert convert(row) == {"conversation": PLAIN}
+    assert convert({"prompt": QUESTION, "answer": ANSWER}) == {"conversation": PLAIN}
+
+
+def test_an_empty_column_does_not_hide_another_of_the_same_part() -> None:
+    assert convert({"messages": turns(MARKED), "images": [], "image": "cat.png"}) == {
+        "conversation": OF_IMAGE
+    }
+    assert convert({"messages": [], "conversations": turns()}) == {"conversation": PLAIN}
+    assert convert({"messages": [], "prompt": QUESTION, "completion": ANSWER}) == {"conversation": PLAIN}
+    assert unused_of({"messages": turns(), "conversations": []}) == set()
+
+
+def test_turns_are_read_from_json_text_and_other_json_is_an_answer() -> None:
+    prompt, answer = json.dumps(turns()[:1]), json.dumps(turns()[1:])
+    assert convert({"prompt": prompt, "completion": answer}) == {"conversation": PLAIN}
+    listed = json.dumps([{"role": "admin", "content": "x"}])
+    assert convert({"prompt": QUESTION, "completion": listed})["conversation"][1]["content"] == [text(listed)]
+    history = json.dumps([["Hi", "Hello"]])
+    assert len(convert({"query": QUESTION, "response": ANSWER, "history": history})["conversation"]) == 4
+
+
+@pytest.mark.parametrize("kind", ["input_image", "image", "image_url"])
+@pytest.mark.parametrize("field", ["image_url", "input_image", "image"])
+def test_parts_of_openai_are_read_by_any_of_their_names(kind: str, field: str) -> None:
+    question = [{"type": kind, field: "cat.png"}, {"type": "input_text", "text": QUESTION}]
+    row = {"messages": turns(question, [{"type": "output_text", "text": ANSWER}])}
+    assert convert(row) == {"conversation": OF_IMAGE}
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_the_older_field_for_a_function_call_is_a_tool_call(content: str | None) -> None:
+    call = {"name": "look", "arguments": '{"at": 1}'}
+    asked, answered = turns()
+    shown = {"role": "function", "name": "look", "content": "2"}
+    row = {
+        "messages": [asked, {"role": "assistant", "content": content, "function_call": call}, shown, answered]
+    }
+    tool = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
+    example = convert({**row, "functions": [{"name": "look"}]})
+    assert example["conversation"][1]["tool_calls"] == [tool]
+    assert example["tools"] == [{"type": "function", "function": {"name": "look"}}]
+
+
+def test_a_row_has_its_own_options_for_the_chat_template() -> None:
+    options = {"enable_thinking": False}
+    for given in (options, json.dumps(options)):
+        example = convert(
+            {"messages": turns(), "chat_template_kwargs": given},
+            chat_template_kwargs={"enable_thinking": True, "a": 1},
+        )
+        assert example["chat_template_kwargs"] == {"enable_thinking": False, "a": 1}
+    with raises_bad_sample("wrong_format", key="a/0"):
+        convert({"messages": turns(), "chat_template_kwargs": [1]})
+
+
+def test_decoded_audio_of_a_hub_dataset_is_read() -> None:
+    clip = {"array": [0.0, 0.5], "sampling_rate": 16_000, "path": "x.wav"}
+    row = {"messages": turns("<audio>" + QUESTION), "audio": clip}
+    part = {"type": "audio", "audio": {"array": [0.0, 0.5], "sampling_rate": 16_000}}
+    assert convert(row)["conversation"][0]["content"] == [part, text(QUESTION)]
+    assert unused_of(row) == set()
+
+
+def test_the_reasoning_of_a_turn_that_calls_tools_is_dropped_too() -> None:
+    call = {"role": "function_call", "content": '{"name": "look"}', "reasoning_content": "Hm."}
+    row = {"messages": [turns()[0], call, {"role": "tool", "content": "2"}, turns()[1]]}
+    assert "reasoning_content" not in convert(row, reasoning="drop")["conversation"][1]
+    assert convert(row)["conversation"][1]["reasoning_content"] == "Hm."
+
+
+def test_fields_that_have_no_effect_are_reported() -> None:
+    call = {"id": 7, "score": 1, "function": {"name": "a", "arguments": {}, "parameters": {}}}
+    asked = {**turns()[0], "weight": -1, "train": False}
+    row = {"messages": [asked, {**turns()[1], "tool_calls": [call]}]}
+    assert unused_of(row) == {
+        "messages[].weight (role user)",
+        "messages[].tool_calls[].score",
+        "messages[].tool_calls[].parameters",
+    }
+    assert convert(row)["conversation"][1]["tool_calls"][0]["id"] == "7"
+
+
+def test_an_example_says_how_its_reasoning_is_trained() -> None:
+    for value in ("drop", "Let me think."):
+        with raises_bad_sample("wrong_format", key="a/0"):
+            parse_conversation({"conversation": PLAIN, "reasoning": value}, "a/0")
+
+
 ODD_VALUES = ([], {}, [1], {"a": 1}, None, 1, 1.5, True, "x", [["a"]], [{"type": ["image"]}], {"type": [1]})
 FIELDS_WITH_ODD_VALUES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "messages": lambda v: {"messages": v},
