@@ -207,7 +207,7 @@ def check(rows: list[dict[str, Any]], entry: dict[str, Any], task: Task) -> None
         assert len(lost) == dataset.dropped
 
 
-@settings(derandomize=True, max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(rows=st.lists(ROWS, max_size=4), entry=SETTINGS)
 def test_reading_the_output_gives_the_same_examples(
     rows: list[dict[str, Any]], entry: dict[str, Any]
@@ -215,7 +215,7 @@ def test_reading_the_output_gives_the_same_examples(
     check([GOOD, *rows], entry, "sft")
 
 
-@settings(derandomize=True, max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(rows=st.lists(PAIRS, max_size=4), entry=SETTINGS.filter(lambda entry: "weight" not in entry))
 def test_reading_the_output_gives_the_same_pairs_and_labels(
     rows: list[dict[str, Any]], entry: dict[str, Any]
