@@ -549,7 +549,7 @@ def answer_spans(chat: ChatProcessor, turns: Turns, text: str, render: Render | 
     """Locate the assistant turns in the rendered ``text``: all that a model has to generate.
 
     That is what follows the generation prompt (a template may write an empty ``<think></think>`` there), up
-    to and including the end of the turn. Templates with generation marks say it themselves. ``text`` was
+    to and including the end of the turn. Templates with generation marks define it. ``text`` was
     rendered from ``turns`` by ``render`` (None for ``chat.render``), placeholders not expanded.
     Raises :class:`CannotAlign` if the template writes something that does not lead back to the answers.
     """
