@@ -26,14 +26,14 @@ from packhorse.families import Encoder
 from packhorse.families.media_sizes import ConfiguredSize
 from packhorse.families.models import open_processor
 from packhorse.formats.conversation import parse_documents
-from packhorse.formats.convert import convert_row
+from packhorse.formats.convert import convert_row, ignore_drop
 from packhorse.formats.meta import DatasetConfig
 from packhorse.media import VideoInfo
 from packhorse.media.source import is_address
 from packhorse.rows.index import file_error
 from packhorse.rows.row_files import Row, RowFile, gc_paused, open_rows
 from packhorse.rows.selection import row_key
-from packhorse.types import MEDIA_KINDS, Conversation, Drop
+from packhorse.types import MEDIA_KINDS, Conversation
 from packhorse.utils.files import Fingerprint
 from packhorse.utils.pool import Engine, LocalEngine
 from packhorse.utils.progress import OnProgress
@@ -271,10 +271,6 @@ def _parse(row: Row | BadSample, number: int, config: DatasetConfig) -> tuple[Co
         return parse_documents(example, key)
     except BadSample as error:
         return error
-
-
-def ignore_drop(drop: Drop) -> None:
-    """Do nothing: what a conversion drops is recorded when the dataset is opened."""
 
 
 def _without_paths(error: BadSample, rows: RowFile, number: int, config: DatasetConfig) -> BadSample:

@@ -12,9 +12,10 @@ from typing import Any
 from packhorse.errors import ConfigError, data_errors, list_some
 from packhorse.formats.conversation import EXAMPLE_SETTINGS, PASSED_ON, ROW_SETTINGS, has_preference
 from packhorse.formats.convert import convert_example, convert_row
+from packhorse.formats.found_format import FoundFormat, find_format
 from packhorse.formats.llama_factory import without_decoding
 from packhorse.formats.meta import UnusedFields, check_rows_format, describe_rows, record_unused_fields
-from packhorse.formats.row_format import FoundFormat, RowFormat, find_format
+from packhorse.formats.row_format import RowFormat
 from packhorse.ledger import Ledger
 from packhorse.rows.row_files import TableRow
 from packhorse.types import Rows

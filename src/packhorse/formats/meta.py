@@ -26,7 +26,8 @@ from packhorse.errors import BadSample, ConfigError, data_errors, list_some, nam
 from packhorse.formats import llama_factory
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.convert import convert_row
-from packhorse.formats.row_format import FoundFormat, RowFormat, find_format, row_layout
+from packhorse.formats.found_format import FoundFormat, find_format
+from packhorse.formats.row_format import RowFormat, row_layout
 from packhorse.formats.summary import (
     MetaExamples,
     add_stats,

@@ -2,7 +2,7 @@
 
 People's datasets spell the same conversation in many ways. :class:`RowFormat` holds what the user declares;
 :func:`row_layout` finds the rest by the names in a row, so every row is read by its own names, in any order
-and in any process. The spellings are one table, ``_ALIASES``.
+and in any process. The spellings are one table, ``ALIASES``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from packhorse.types import MEDIA_KINDS, MediaKind, Reasoning, Task, is_weight
 FormatName = Literal["auto", "messages", "prompt_response"]
 MediaPosition = Literal["marked", "first"]
 
-_ALIASES: dict[str, tuple[str, ...]] = {
+ALIASES: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
     "prompt": ("prompt", "instruction", "query", "question"),
     "query": ("input",),
@@ -48,7 +48,7 @@ _PROMPT_AND_RESPONSE = (
     ("question", "answer"),
 )
 _PROMPT_COLUMNS = ("prompt", "query", "response", "history")
-_TURN_COLUMNS = ("messages", "prompt", "response", "history", "chosen", "rejected")
+TURN_COLUMNS = ("messages", "prompt", "response", "history", "chosen", "rejected")
 _PREFERENCE_COLUMNS = ("chosen", "rejected", "label")
 
 ROLES: Mapping[str, tuple[str, ...]] = {
@@ -304,7 +304,7 @@ def _find_layout(
         if "prompt" not in given and "response" not in given:
             pairs = (pair for pair in _PROMPT_AND_RESPONSE if left.issuperset(pair))
             columns.update(zip(("prompt", "response"), next(pairs, ()), strict=False))
-        for part, names in _ALIASES.items():
+        for part, names in ALIASES.items():
             # An empty column does not hide one with another name of the same part.
             found = [name for name in names if name in left - empty] or [n for n in names if n in left]
             if part not in columns and found:
@@ -342,8 +342,8 @@ def turn_names(tags: Tags, turn: Mapping[str, Any]) -> tuple[str | None, str | N
 
 def pair_names(tags: Tags, entry: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the names of question and answer in an entry of a history; None if it has not exactly these."""
-    questions = [name for name in entry if tags.find_role(name) == "user" or name in _ALIASES["prompt"]]
-    answers = [name for name in entry if tags.find_role(name) == "assistant" or name in _ALIASES["response"]]
+    questions = [name for name in entry if tags.find_role(name) == "user" or name in ALIASES["prompt"]]
+    answers = [name for name in entry if tags.find_role(name) == "assistant" or name in ALIASES["response"]]
     return (questions[0], answers[0]) if len(questions) == len(answers) == 1 else None
 
 
@@ -362,27 +362,6 @@ def turns_of_struct(struct: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 def name_unused(path: str, given: Mapping[str, Any], used: Iterable[str]) -> set[str]:
     """Return the fields of a turn, part or media item that nothing reads, as ``messages[].score``."""
     return {f"{path}[].{name}" for name, value in given.items() if value is not None and name not in used}
-
-
-def _unused_in_turns(row: Mapping[str, Any], layout: Layout, tags: Tags) -> set[str]:
-    """Return the fields of a row's turns, parts and media that nothing reads."""
-    unused: set[str] = set()
-    for part in _TURN_COLUMNS:
-        for turn in _mappings(row.get(layout.columns.get(part) or layout.preference.get(part, ""))):
-            role, content = turn_names(tags, turn)
-            parts = [turn]  # of a prompt
-            if part == "history" and role is None:
-                parts = []
-                unused |= name_unused("history", turn, pair_names(tags, turn) or turn)
-            if role is not None:
-                unused |= name_unused("messages", turn, {*TURN_FIELDS, role, content or ""})
-                parts = _mappings(turn.get(content or ""))
-            for one in parts:
-                unused |= unused_in_part(one)
-    for kind in MEDIA_KINDS:
-        for entry in _mappings(row.get(layout.columns.get(f"{kind}s", ""))):
-            unused |= name_unused(f"{kind}s", entry, MEDIA_FIELDS)
-    return unused
 
 
 def unused_in_part(part: Mapping[str, Any]) -> set[str]:
@@ -406,15 +385,6 @@ def part_type(part: Mapping[str, Any]) -> Any:
     return name if isinstance(name, str) else None
 
 
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    """Return the dicts of a list, of its JSON text, or of a dict of lists; one dict is one of them."""
-    value = parse_turns(value)
-    if isinstance(value, Mapping):
-        turns: list[Any] | None = turns_of_struct(value)
-        value = turns or [value]
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list | tuple) else []
-
-
 def parse_turns(value: Any) -> Any:
     """Return the list that a JSON text holds; anything else as it is."""
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -425,7 +395,7 @@ def parse_turns(value: Any) -> Any:
 
 def describe_unknown(row: Mapping[str, Any], rules: RowFormat) -> str:
     """Return the message for a row without a conversation: its fields, and the closest formats."""
-    names = [name for part in ("messages", "prompt", "response") for name in _ALIASES[part]]
+    names = [name for part in ("messages", "prompt", "response") for name in ALIASES[part]]
     hints = {key: suggest(key, names) for key in map(str, row)}
     close = [f"{key}{hint}" for key, hint in hints.items() if hint and key not in names]
     declared = rules.columns.messages
@@ -454,97 +424,3 @@ def _from_mapping(cls: type[Any], given: Mapping[str, str] | None, what: str) ->
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class FoundFormat:
-    """How the rows of a dataset are written, as far as they were read.
-
-    Attributes:
-        columns: (format, part, column) of what is read.
-        unused: fields that nothing reads; ``messages[].score`` is one of turns.
-        marked: whether rows with media say where these belong: True for one that does, False for one that
-            does not.
-    """
-
-    columns: frozenset[tuple[str, str, str]] = frozenset()
-    unused: frozenset[str] = frozenset()
-    marked: frozenset[bool] = frozenset()
-
-    def __or__(self, other: FoundFormat) -> FoundFormat:
-        """Return the format of the rows of both."""
-        if other.columns <= self.columns and other.unused <= self.unused and other.marked <= self.marked:
-            return self
-        return FoundFormat(
-            self.columns | other.columns, self.unused | other.unused, self.marked | other.marked
-        )
-
-    def advice(self) -> str:
-        """Return what to set if no row with media says where they belong; empty if one does."""
-        if self.marked != {False}:
-            return ""
-        return (
-            "no text mentions the media of its row, so they are not used. To put them before the first text "
-            'of the user set media_position to "first"'
-        )
-
-    def __str__(self) -> str:
-        """Return formats and columns: ``messages (messages=conversations, images)``."""
-        formats: dict[str, list[str]] = {}
-        for name, part, column in sorted(self.columns, key=_in_order):
-            formats.setdefault(name, []).append(column if part == column else f"{part}={column}")
-        return ", ".join(f"{name} ({', '.join(columns)})" for name, columns in formats.items()) or "unknown"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return formats, columns by part, and unused fields for JSON."""
-        columns: dict[str, list[str]] = {}
-        for _, part, column in sorted(self.columns, key=_in_order):
-            columns.setdefault(part, []).append(column)
-        return {
-            "format": sorted({name for name, _, _ in self.columns}),
-            "columns": {part: list(dict.fromkeys(names)) for part, names in columns.items()},
-            "unused": sorted(self.unused),
-        }
-
-
-def _in_order(entry: tuple[str, str, str]) -> tuple[Any, ...]:
-    return entry[0], list(_ALIASES).index(entry[1]), entry[2]
-
-
-def find_format(rows: Iterable[Mapping[str, Any]], rules: RowFormat) -> FoundFormat:
-    """Return how these rows are written; rows of an unknown format are skipped."""
-    found = FoundFormat()
-    for row in rows:
-        with suppress(BadSample):
-            layout = row_layout(row, rules)
-            parts = {**layout.columns, **layout.preference}
-            columns = frozenset((layout.format, part, column) for part, column in parts.items())
-            unused = layout.unused_in(rules.task) | _unused_in_turns(row, layout, rules.tags)
-            marked = _are_media_marked(row, layout) if rules.media_position == "marked" else frozenset[bool]()
-            found |= FoundFormat(columns, frozenset(unused), marked)
-    return found
-
-
-def _are_media_marked(row: Mapping[str, Any], layout: Layout) -> frozenset[bool]:
-    """Return whether the turns of a row mention its media; nothing for a row without media."""
-    columns = {**layout.columns, **layout.preference}
-    if not any(_has_media(row.get(columns.get(f"{kind}s", ""))) for kind in MEDIA_KINDS):
-        return frozenset()
-    texts = (parse_turns(row.get(columns.get(part, ""))) for part in (*_TURN_COLUMNS, "query"))
-    return frozenset({any(map(_mentions_media, texts))})
-
-
-def _has_media(value: Any) -> bool:
-    """Return whether a media column has an entry."""
-    if isinstance(value, list | tuple):
-        return any(map(_has_media, value))
-    return value is not None and not (isinstance(value, str) and not value)
-
-
-def _mentions_media(value: Any) -> bool:
-    """Return whether a text, or one inside of turns, has a placeholder, or a part is a media item."""
-    if isinstance(value, str):
-        return PLACEHOLDER.search(value) is not None
-    if isinstance(value, Mapping):
-        return part_type(value) in PART_TYPES or any(map(_mentions_media, value.values()))
-    return isinstance(value, list | tuple) and any(map(_mentions_media, value))

@@ -27,7 +27,6 @@ from packhorse.count.parts import (
     PartTask,
     check_media_dir,
     current_rows,
-    ignore_drop,
     map_parts,
     split_parts,
     with_absolute_paths,
@@ -35,7 +34,7 @@ from packhorse.count.parts import (
 from packhorse.count.sidecar import data_source
 from packhorse.errors import BadSample, ConfigError
 from packhorse.formats.conversation import parse_documents
-from packhorse.formats.convert import convert_row
+from packhorse.formats.convert import convert_row, ignore_drop
 from packhorse.formats.estimate import ColumnsBuilder, estimate_lengths
 from packhorse.formats.meta import DatasetConfig, Meta, read_meta
 from packhorse.media import image_size

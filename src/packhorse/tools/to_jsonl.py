@@ -23,9 +23,10 @@ import orjson
 
 from packhorse.errors import BadSample, ConfigError, write_fault
 from packhorse.formats.conversation import EXAMPLE_SETTINGS, PASSED_ON, ROW_SETTINGS
-from packhorse.formats.convert import convert_row, is_on_the_web
+from packhorse.formats.convert import convert_row, ignore_drop, is_on_the_web
+from packhorse.formats.found_format import FoundFormat, find_format
 from packhorse.formats.meta import Meta, Source, open_meta_dataset, record_unused_fields
-from packhorse.formats.row_format import PLACEHOLDER, SOURCE_FIELDS, FoundFormat, RowFormat, find_format
+from packhorse.formats.row_format import PLACEHOLDER, SOURCE_FIELDS, RowFormat
 from packhorse.ledger import Ledger, entry_line
 from packhorse.media.source import LmdbEntry, is_address, locate
 from packhorse.rows.row_files import Row
@@ -266,7 +267,7 @@ class _Writer:
                 stored[name] = [self._with_files(turn) for turn in stored[name]]
         line = _dump(row_of(stored), key)
         own_format = RowFormat(allow_http=True, task=task)
-        again = convert_row(json.loads(line), own_format, key=key, dataset="", record=_ignore)
+        again = convert_row(json.loads(line), own_format, key=key, dataset="", record=ignore_drop)
         if again != stored:
             detail = "a row of Packhorse's own format cannot hold it without a change"
             raise BadSample(detail, reason="wrong_format", key=key, stage="convert")
@@ -358,10 +359,6 @@ def _dump(row: Row, key: str) -> bytes:
     except (TypeError, ValueError):
         detail = f"the row has a value that JSON cannot represent: {first}"
         raise BadSample(detail, reason="wrong_format", key=key, stage="convert") from first
-
-
-def _ignore(_: Drop) -> None:
-    """Take note of nothing: what the source row had to report was recorded."""
 
 
 class _MediaFiles(ExitStack):

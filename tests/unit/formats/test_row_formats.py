@@ -16,7 +16,8 @@ from PIL import Image
 from packhorse.errors import BadSample
 from packhorse.formats.conversation import parse_conversation, parse_documents
 from packhorse.formats.convert import convert_row
-from packhorse.formats.row_format import FoundFormat, RowFormat, find_format, row_layout
+from packhorse.formats.found_format import FoundFormat, find_format
+from packhorse.formats.row_format import RowFormat, row_layout
 from packhorse.ledger import Ledger
 from packhorse.rows.row_files import TableRow, open_rows
 from raising import raises_bad_sample, raises_config

@@ -16,7 +16,7 @@ import numpy as np
 
 from packhorse.count.parts import PartTask, current_rows, make_counter
 from packhorse.errors import BadSample, naming
-from packhorse.formats.row_format import FoundFormat, find_format
+from packhorse.formats.found_format import FoundFormat, find_format
 from packhorse.media import describe
 from packhorse.rows.parquet import ParquetRows
 from packhorse.rows.row_files import Row, RowFile, gc_paused

@@ -21,8 +21,8 @@ import orjson
 from packhorse.count.parts import check_media_dir, map_parts, split_parts, with_absolute_paths
 from packhorse.count.sidecar import data_source
 from packhorse.errors import ConfigError, MissingDependency, plain_error, suggest
+from packhorse.formats.found_format import FoundFormat
 from packhorse.formats.meta import DatasetConfig, Meta, read_meta
-from packhorse.formats.row_format import FoundFormat
 from packhorse.rows.row_files import RowFile, open_rows
 from packhorse.rows.selection import row_key
 from packhorse.tools.check.check_part import CheckSettings, PartChecker, PartFindings, RawFinding, Repair
