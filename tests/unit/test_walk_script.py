@@ -19,7 +19,7 @@ SCRIPT = ROOT / "scripts" / "walk.py"
 SOURCE = ROOT / "src" / "packhorse"
 
 # People who change the code have to open these: more files need a reason, and another limit.
-MAX_FILES_TO_OPEN = 42
+MAX_FILES_TO_OPEN = 43
 MAX_FILES_OF_SAMPLE, MAX_SWITCHES_OF_SAMPLE = 20, 51
 
 
