@@ -131,16 +131,16 @@ def write_jsonl(
         task: what the rows are for, ``"sft"`` or ``"preference"``; None for what each dataset says.
         media_dir: paths inside this folder are written relative to it, others as absolute ones. None for the
             folder of ``out``, where the paths of a data file start.
-        overwrite: replace an existing file.
+        overwrite: replace existing files.
         progress: called with the number of finished rows; None logs it every few seconds.
 
     Raises:
-        ConfigError: the source cannot be read, ``out`` cannot be written or exists, or the datasets need
-            different settings.
+        ConfigError: the source cannot be read, ``out`` or its ledger cannot be written or exists, or the
+            datasets need different settings.
         SystemFault: a file cannot be written.
     """
-    target = _check_target(out, overwrite)
-    ledger_file, own_folder = target.with_suffix(f".ledger{_SUFFIX}"), Path(os.path.abspath(target.parent))
+    target, ledger_file = _check_targets(out, overwrite)
+    own_folder = Path(os.path.abspath(target.parent))
     folder = own_folder if media_dir is None else Path(os.path.abspath(media_dir))
     opening = Ledger()
     dataset = open_meta_dataset(source, dataset_names, task=task, ledger=opening)
@@ -172,19 +172,24 @@ def write_jsonl(
     return Converted(str(target), str(ledger_file), tuple(writer.datasets), media.written, options)
 
 
-def _check_target(out: str | os.PathLike[str], overwrite: bool) -> Path:
+def _check_targets(out: str | os.PathLike[str], overwrite: bool) -> tuple[Path, Path]:
+    """Return the file to write and its ledger; raise if one of them cannot be written or exists."""
     target = Path(out)
     if is_address(os.fspath(out)) or target.suffix != _SUFFIX:
-        problem = f"expected a local file whose name ends in {_SUFFIX}"
-    elif not target.parent.is_dir():
-        problem = "its folder does not exist"
-    elif target.is_dir():
-        problem = "is a folder"
-    elif target.exists() and not overwrite:
-        problem = "it exists; name another file, or set overwrite=True"
-    else:
-        return target
-    raise ConfigError(f"{out}: {problem}", setting="out", value=str(out))
+        raise _wrong_target(out, f"expected a local file whose name ends in {_SUFFIX}", out)
+    if not target.parent.is_dir():
+        raise _wrong_target(out, "its folder does not exist", out)
+    ledger_file = target.with_suffix(f".ledger{_SUFFIX}")
+    for path, what in ((target, ""), (ledger_file, f", and the ledger of {out} would replace it")):
+        if path.is_dir():
+            raise _wrong_target(path, "is a folder", out)
+        if path.exists() and not overwrite:
+            raise _wrong_target(path, f"it exists{what}; name another file, or set overwrite=True", out)
+    return target, ledger_file
+
+
+def _wrong_target(path: str | os.PathLike[str], problem: str, out: str | os.PathLike[str]) -> ConfigError:
+    return ConfigError(f"{path}: {problem}", setting="out", value=str(out))
 
 
 def _common_options(sources: Sequence[Source]) -> dict[str, Any]:

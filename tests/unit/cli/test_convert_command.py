@@ -232,17 +232,28 @@ def test_preference_data_keeps_both_answers_and_labels(tmp_path: Path) -> None:
     assert list(again) == [source[index] for index in range(3)]
 
 
-def test_an_existing_file_is_kept_unless_it_may_be_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["out.jsonl", "out.ledger.jsonl"])
+def test_an_existing_file_is_kept_unless_it_may_be_replaced(name: str, tmp_path: Path) -> None:
     meta = write_chats(tmp_path, 3)
-    out = tmp_path / "out.jsonl"
-    out.write_text("mine")
+    out, existing = tmp_path / "out.jsonl", tmp_path / name
+    existing.write_text("mine")
     result = run(meta, out)
     assert result.exit_code == 2
-    assert "it exists" in result.stderr
+    assert f"{existing}: it exists" in result.stderr
     assert "--overwrite" in result.stderr
-    assert (out.read_text(), names(tmp_path)) == ("mine", ["chats.jsonl", "meta.json", "out.jsonl"])
+    assert (existing.read_text(), names(tmp_path)) == ("mine", ["chats.jsonl", "meta.json", name])
     assert run(meta, out, "--overwrite").exit_code == 0
     assert len(lines(out)) == 3
+    assert "mine" not in existing.read_text()
+
+
+def test_a_folder_with_the_name_of_the_ledger_is_one_line(tmp_path: Path) -> None:
+    meta = write_chats(tmp_path, 3)
+    (tmp_path / "out.ledger.jsonl").mkdir()
+    result = run(meta, tmp_path / "out.jsonl", "--overwrite")
+    assert result.exit_code == 2
+    assert "out.ledger.jsonl: is a folder" in result.stderr
+    assert names(tmp_path) == ["chats.jsonl", "meta.json", "out.ledger.jsonl"]
 
 
 @pytest.mark.parametrize(
