@@ -37,7 +37,9 @@ def convert(
         Path | None,
         terminal.text("DIR", "Write paths in this folder relative to it; default: the folder of OUT."),
     ] = None,
-    overwrite: Annotated[bool, terminal.flag("--overwrite", "Replace OUT and its ledger if they exist.")] = False,
+    overwrite: Annotated[
+        bool, terminal.flag("--overwrite", "Replace OUT and its ledger if they exist.")
+    ] = False,
     verbose: terminal.VERBOSE = False,
     as_json: terminal.AS_JSON = False,
 ) -> None:

@@ -37,8 +37,8 @@ _TAGS: Mapping[str, Mapping[str, str]] = {
     "openai": {"role_tag": "role", "content_tag": "content"},
 }
 _OF_HUBS = ("subset", "folder")  # LLaMA-Factory does not read them for a file either
-_SOURCES = ("hf_hub_url", "ms_hub_url")
-_NOT_READ = ("om_hub_url", "script_url", "cloud_file_name")
+_OTHER_HUBS = {"ms_hub_url": "ModelScope", "om_hub_url": "Modelers"}
+_NOT_READ = (*_OTHER_HUBS, "script_url", "cloud_file_name")
 
 
 def is_entry(entry: object) -> bool:
@@ -88,33 +88,35 @@ def _names(entry: Mapping[str, Any], key: str) -> Mapping[str, str]:
 
 def unused_keys(entry: Mapping[str, Any]) -> list[str]:
     """Return the keys of an entry that nothing reads."""
-    of_file = () if any(entry.get(key) for key in _SOURCES) else _OF_HUBS
+    of_file = () if entry.get("hf_hub_url") else (*_OF_HUBS, *_OTHER_HUBS)
     return [key for key in ("file_sha1", "script_url", "cloud_file_name", *of_file) if entry.get(key)]
 
 
 def _file_of(entry: Mapping[str, Any]) -> str:
-    """Return the file of an entry; a hub's dataset comes first, as in LLaMA-Factory."""
-    for key in _SOURCES:
-        if entry.get(key):
-            return _hub_file(key, str(entry[key]), entry)
+    """Return the file of an entry; a dataset of the Hugging Face hub comes first, as in LLaMA-Factory."""
+    if entry.get("hf_hub_url"):
+        return _hub_file(str(entry["hf_hub_url"]), entry)
     if entry.get("file_name"):
-        if entry.get("split", "train") not in ("train", None):
+        if (entry.get("split") or "train") != "train":
             expected = "a file has the split 'train' only; for a part of it set num_samples, or file_name"
             raise ConfigError.of("split", entry["split"], f"{expected} to a file with these rows")
         return str(entry["file_name"])
-    other = next((key for key in _NOT_READ if entry.get(key)), "")
-    what = f"{other} is not read" if other else "there is no file_name and no hf_hub_url"
-    raise ConfigError(
-        f"{what}: download the data, and set file_name to its file", setting=other or "file_name"
-    )
+    other = next((key for key in _NOT_READ if entry.get(key)), "file_name")
+    what, remedy = f"{other} is not read", "download the data, and set file_name to its file"
+    if other == "file_name":
+        what = "there is no file_name and no hf_hub_url"
+    elif hub := _OTHER_HUBS.get(other):  # a repository of that name on the Hugging Face hub may be another
+        what = f"{other}={entry[other]!r} is not read (the datasets library does not load from {hub})"
+        remedy = f"set hf_hub_url if the Hugging Face hub has the same data; or {remedy}"
+    raise ConfigError(f"{what}: {remedy}", setting=other, value=entry.get(other))
 
 
-def _hub_file(key: str, name: str, entry: Mapping[str, Any]) -> str:
+def _hub_file(name: str, entry: Mapping[str, Any]) -> str:
     """Load a dataset of the hub (or of a folder) and return the Parquet file with its rows."""
     options = {
         "name": entry.get("subset"),
         "data_dir": entry.get("folder"),
-        "split": entry.get("split", "train"),
+        "split": entry.get("split") or "train",
     }
     datasets = require("datasets", "hub")
     with cache_lock(f"hub-{name}-{options}"):
@@ -122,9 +124,9 @@ def _hub_file(key: str, name: str, entry: Mapping[str, Any]) -> str:
             dataset = datasets.load_dataset(name, **options)
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise ConfigError(
-                f"{key}={name!r} cannot be loaded ({type(error).__name__}: {error}). Load it once with a "
-                "network (it stays in the cache of the datasets library), or download it and set file_name",
-                setting=key,
+                f"hf_hub_url={name!r} cannot be loaded ({type(error).__name__}: {error}). Load it once with "
+                "a network (it stays in the cache of the datasets library), or download it and set file_name",
+                setting="hf_hub_url",
                 value=name,
             ) from error
         dataset = without_decoding(dataset)

@@ -129,6 +129,33 @@ def test_a_hub_that_is_not_reached_is_one_error_with_the_remedy(
     assert isinstance(cause.__cause__, ConnectionError)
 
 
+@pytest.mark.parametrize("key", ["ms_hub_url", "om_hub_url"])
+def test_a_name_on_another_hub_is_not_looked_up_on_the_hugging_face_hub(key: str, tmp_path: Path) -> None:
+    import datasets
+
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    rows = datasets.Dataset.from_dict({"instruction": [QUESTION], "output": [ANSWER]})
+    rows.to_parquet(folder / "train.parquet")
+    info = write(tmp_path, {"mine": {key: str(folder)}})
+    with raises_config(key, str(folder), match="set hf_hub_url .* or download the data, and set file_name"):
+        open_meta_dataset(info)
+    assert (
+        len(open_meta_dataset(write(tmp_path, {"mine": {key: "other/data", "hf_hub_url": str(folder)}}))) == 1
+    )
+    from_file = {"mine": {key: "other/data", "file_name": "rows.json"}}
+    opened = open_meta_dataset(write(tmp_path, from_file, rows=[{"instruction": QUESTION, "output": ANSWER}]))
+    assert [drop.detail for drop in opened.ledger] == [f"not used: {key} of its entry"]
+
+
+@pytest.mark.parametrize("source", ["hf_hub_url", "file_name"])
+def test_a_split_of_null_is_the_training_split(source: str, tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "train.jsonl").write_text(GOOD + "\n")
+    path = tmp_path / "hub" if source == "hf_hub_url" else tmp_path / "hub" / "train.jsonl"
+    assert len(open_meta_dataset(write(tmp_path, {"mine": {source: str(path), "split": None}}))) == 1
+
+
 GOOD = json.dumps({"instruction": QUESTION, "output": ANSWER})
 
 
