@@ -27,6 +27,12 @@ def write_json(folder: Path, rows: Rows) -> str:
     return str(folder / "rows.json")
 
 
+def write_json_lines(folder: Path, rows: Rows) -> str:
+    # A single object would be a meta file, so one row is an array.
+    (folder / "rows.lines.json").write_bytes(_jsonl(rows) if len(rows) > 1 else json.dumps(rows).encode())
+    return str(folder / "rows.lines.json")
+
+
 def write_gz(folder: Path, rows: Rows) -> str:
     (folder / "rows.jsonl.gz").write_bytes(gzip.compress(_jsonl(rows)))
     return str(folder / "rows.jsonl.gz")
@@ -57,6 +63,7 @@ def write_address(folder: Path, rows: Rows) -> str:
 WRITERS: dict[str, Callable[[Path, Rows], str]] = {
     "jsonl": write_jsonl,
     "json": write_json,
+    "lines in .json": write_json_lines,
     "jsonl.gz": write_gz,
     "jsonl.zst": write_zst,
     "parquet": write_parquet,

@@ -39,7 +39,7 @@ from packhorse.media.remote import require_driver
 from packhorse.media.settings import DATASET_SETTINGS
 from packhorse.media.source import is_address
 from packhorse.rows.index import file_error
-from packhorse.rows.row_files import Row, RowFile, gc_paused, local_file, open_rows
+from packhorse.rows.row_files import Row, RowFile, gc_paused, is_json_lines, local_file, open_rows
 from packhorse.rows.selection import Remainder, RowSelection, row_key
 from packhorse.types import Drop, Integers, Task, World, mask_secrets
 from packhorse.utils.progress import Progress
@@ -158,14 +158,17 @@ def open_dataset_rows(config: DatasetConfig, index_dir: str | None = None) -> Ro
 
 
 def is_data_file(path: str) -> bool:
-    """Whether a file has rows: by its suffix, or because it is a JSON array."""
+    """Whether a file has rows: by its suffix, or because it is a JSON array or has an object on each line."""
     stem = path
     for suffix in _COMPRESSED_SUFFIXES:
         stem = stem.removesuffix(suffix)
     if stem.endswith(DATA_SUFFIXES):
         return True
-    with open(local_file(path), "rb") as file:
-        return file.read(_FIRST_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    path = local_file(path)
+    with open(path, "rb") as file:
+        if file.read(_FIRST_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            return True
+    return is_json_lines(path, several=True)  # a meta file may be one line
 
 
 def _parse_meta(path: str) -> dict[str, Any]:
@@ -173,9 +176,6 @@ def _parse_meta(path: str) -> dict[str, Any]:
         try:
             meta = json.load(file, object_pairs_hook=_no_duplicates)
         except ValueError as error:
-            if "Extra data: line 2 column 1 " in str(error):
-                problem = "has a JSON object on each line: rename it to end in .jsonl"
-                raise file_error(path, problem) from error
             raise file_error(path, f"not a valid meta file: {error}") from error
     if not isinstance(meta, dict):
         raise file_error(path, f"expected an object of datasets, found a {type(meta).__name__}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gc
 import gzip
@@ -42,6 +43,7 @@ class TableRow(Row):
 MAX_ROW_BYTES = 64 << 20
 """Larger rows of a JSON file are rejected: usually the file has no line ends, or is truncated."""
 
+_HEAD = 1 << 12  # bytes that show whether a line begins an object
 _BLOCK = 1 << 16  # rows looked up in the index at a time
 _PIECE = 1 << 22  # bytes in memory at a time
 _RUN_BYTES = 1 << 20  # bytes read with one call, if the requested rows lie close together
@@ -322,8 +324,8 @@ def _find_runs(starts: Offsets, stops: Offsets) -> list[int]:
 def open_rows(address: str, index_dir: str | None = None, observer: LineObserver | None = None) -> RowFile:
     """Open a file of rows by its name.
 
-    ``.jsonl`` and ``.ndjson`` are read by line, ``.parquet`` by row, all others as a JSON array; each may end
-    in ``.gz`` or ``.zst`` and may be any fsspec address.
+    ``.jsonl`` and ``.ndjson`` are read by line, ``.parquet`` by row, all others as a JSON array, or by line
+    if their first line is an object; each may end in ``.gz`` or ``.zst`` and may be any fsspec address.
 
     Args:
         address: a path or an address.
@@ -344,8 +346,32 @@ def open_rows(address: str, index_dir: str | None = None, observer: LineObserver
         from packhorse.rows.parquet import ParquetRows
 
         return ParquetRows(address, path)
-    layout: Layout = "lines" if path.endswith((".jsonl", ".ndjson")) else "array"
+    layout: Layout = "lines" if path.endswith((".jsonl", ".ndjson")) or is_json_lines(path) else "array"
     return JsonRows(address, path, layout, index_dir, observer)
+
+
+def is_json_lines(path: str, *, several: bool = False) -> bool:
+    """Return whether the first line of a file is a JSON object; ``several``: and another line follows.
+
+    Other lines are not read, so it costs the same for a file of any size.
+    """
+    with open(path, "rb") as file:
+        line = file.readline(_HEAD).removeprefix(codecs.BOM_UTF8)
+        while line and not line.strip():
+            line = file.readline(_HEAD)
+        if not line.lstrip().startswith(b"{"):  # an array may be one line of many gigabytes
+            return False
+        if not line.endswith(b"\n"):
+            line += file.readline(limit_of("PACKHORSE_MAX_ROW_BYTES", MAX_ROW_BYTES))
+        try:
+            json.loads(line)
+        except (ValueError, RecursionError):
+            return False  # an object of several lines, such as a meta file
+        if not several:
+            return True
+        while (line := file.readline(_HEAD)) and not line.strip():
+            pass
+        return bool(line)
 
 
 # Remote and compressed files.
@@ -483,7 +509,7 @@ def gc_paused() -> Iterator[None]:
 
 
 def load_json_or_jsonl(file_path: str | os.PathLike[str]) -> list[Row]:
-    """Return all rows of a file: ``.jsonl`` by line (blank lines skipped), ``.parquet``, or a JSON array.
+    """Return all rows of a file: as for :func:`open_rows`; blank lines are skipped.
 
     Raises:
         ValueError: the file is none of these, or (:class:`BadSample`) a row is malformed; both name the file,

@@ -62,6 +62,15 @@ def test_every_formatting_is_read(tmp_path: Path, entry: dict[str, Any], row: di
     assert texts(example) == [("user", QUESTION), ("assistant", ANSWER)]
 
 
+def test_a_json_file_with_an_object_on_each_line_is_read(tmp_path: Path) -> None:
+    rows = [{"instruction": QUESTION, "output": ANSWER}, {"instruction": QUESTION, "output": "You."}]
+    (tmp_path / "lines.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    info = write(tmp_path, {"mine": {"file_name": "lines.json"}})
+    expected = [[("user", QUESTION), ("assistant", answer)] for answer in (ANSWER, "You.")]
+    assert [texts(example) for example in make_meta_dataset(info)] == expected
+    assert [texts(example) for example in make_meta_dataset(tmp_path / "lines.json")] == expected
+
+
 def test_only_the_datasets_that_are_named_have_to_exist(tmp_path: Path) -> None:
     info = {
         "there": {"file_name": "rows.json"},

@@ -144,11 +144,6 @@ WRONG: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
         lambda folder: str(write_file(folder, "train.arrow")),
         ("train.arrow is an archive or table", "a data file", "train.jsonl"),
     ),
-    "JSON lines called .json": (
-        "data",
-        lambda folder: write_file(folder, "train.json", "{}\n{}\n"),
-        ("has a JSON object on each line", "rename it to end in .jsonl"),
-    ),
     "a JSON file with one row": (
         "data",
         lambda folder: write_file(folder, "train.json", json.dumps({"messages": []})),

@@ -24,7 +24,7 @@ from packhorse.datasets import _load_json_or_jsonl, _load_jsonl_for_rank
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
 from packhorse.rows.index import EmptyLines, scan_lines
-from packhorse.rows.row_files import JsonRows, RowFile, gc_paused, open_rows
+from packhorse.rows.row_files import JsonRows, RowFile, gc_paused, is_json_lines, open_rows
 from raising import raises_bad_sample, raises_config
 from row_files import WRITERS
 
@@ -287,7 +287,7 @@ def test_a_missing_file_and_a_file_of_another_kind_are_named(tmp_path: Path) -> 
     with pytest.raises(FileNotFoundError, match=r"memory://no/rows\.jsonl"):
         open_rows("memory://no/rows.jsonl")
     with raises_config(path=tmp_path / "x.json", match="expected a JSON array"):
-        _load_json_or_jsonl(write(tmp_path / "x.json", b'{"id": 0}\n{"id": 1}\n'))
+        _load_json_or_jsonl(write(tmp_path / "x.json", b'"rows"\n{"id": 1}\n'))
     with raises_config(path=tmp_path, match="is a folder, expected a file of rows"):
         open_rows(str(tmp_path))
     with raises_config(path=tmp_path / "x.parquet"):
@@ -296,6 +296,51 @@ def test_a_missing_file_and_a_file_of_another_kind_are_named(tmp_path: Path) -> 
         whole = WRITERS[name[2:]](tmp_path, ROWS)
         with raises_config(path=tmp_path / name, match="cannot be unpacked"):
             open_rows(write(tmp_path / name, Path(whole).read_bytes()[:-20]))
+
+
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [
+        (b'{"id": 0}\n{"id": 1}\n', 2),
+        (b'\xef\xbb\xbf{"id": 0}\r\n\r\n{"id": 1}', 2),
+        (b" " * 9999 + b'\n\n  {"id": "' + b"a" * 9999 + b'"}\n{"id": 1}\n', 2),
+        (b'{"id": 0}', 1),
+        (b'{\n "id": 0\n}\n', None),
+        (b'{"id": 0}, {"id": 1}', None),
+        (b'{"id": \n{"id": 1}\n', None),
+        (b"\n \n", None),
+        (b'["' + b"a" * 9999 + b'"]', 1),
+    ],
+)
+def test_a_json_file_whose_first_line_is_an_object_has_a_row_on_each_line(
+    tmp_path: Path, content: bytes, rows: int | None
+) -> None:
+    path = write(tmp_path / "x.json", content)
+    assert is_json_lines(path) == (content[:2] != b'["' and rows is not None)
+    assert is_json_lines(path, several=True) == (rows == 2)
+    if rows is None:
+        with raises_config(path=path, match="expected a JSON array"):
+            open_rows(path)
+    else:
+        assert len(open_rows(path)) == rows
+
+
+def test_an_array_without_line_ends_is_not_read_to_see_that_it_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACKHORSE_MAX_ROW_BYTES", "20")
+    assert not is_json_lines(write(tmp_path / "x.json", b'{"id": "' + b"a" * 9999 + b'"}\n{}\n'))
+
+
+@pytest.mark.usefixtures("keep_small_indexes")
+def test_the_index_of_an_array_is_not_used_when_the_file_has_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.json", b'[{"id": 0},\n{"id": 1}]')
+    times = os.stat(path)
+    assert [row["id"] for row in open_rows(path)] == [0, 1]
+    content = b'{"id": 2}\n{"id": 3}\n'
+    write(tmp_path / "x.json", content.ljust(times.st_size))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert [row["id"] for row in open_rows(path)] == [2, 3]
 
 
 def test_concatenated_gzip_members_are_all_read(tmp_path: Path) -> None:
