@@ -15,7 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import compress, groupby, pairwise, takewhile
@@ -94,6 +94,13 @@ class Tokenizer(Protocol):
 
 class CannotAlign(PackhorseError):
     """The assistant turns of this conversation could not be located in its token ids with certainty."""
+
+
+class TemplateFailed(PackhorseError):
+    """A chat template failed on a conversation with an error that is not Jinja's, which is the cause.
+
+    Such as a TypeError of a template that adds a text and a field that is none in this conversation.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +228,7 @@ class ChatProcessor:
             try:
                 text = self.apply_chat_template(turns)
                 asked = self.apply_chat_template(turns, add_generation_prompt=True)
-            except template_errors(TypeError, ValueError):
+            except template_errors():
                 continue
             if text.count(question) == 1 and asked.startswith(text):
                 return asked[len(text) :]
@@ -245,14 +252,15 @@ class ChatProcessor:
         turn = {"role": "user", "content": [{"type": "text", "text": chr(PRIVATE_USE[0])}]}
         try:
             text = self.apply_chat_template([turn])
-        except template_errors(TypeError, ValueError):
+        except template_errors():
             return False
         return chr(PRIVATE_USE[0]) in text and not any(quoted in text for quoted in ("'text'", '"text"'))
 
     def apply_chat_template(self, turns: Turns, **options: Any) -> str:
         """Render turns as one text with the processor's own method."""
         options = {"tokenize": False, "add_generation_prompt": False, **self.template_kwargs, **options}
-        text = self.processor.apply_chat_template(list(turns), **options)
+        with _template_call():
+            text = self.processor.apply_chat_template(list(turns), **options)
         # Some processors return a list, as for a batch of one.
         return str(text[0] if isinstance(text, list) else text)
 
@@ -271,7 +279,7 @@ class ChatProcessor:
         for example in (texts, parts):
             try:
                 text = self.apply_chat_template(example)
-            except template_errors(TypeError, ValueError):
+            except template_errors():
                 continue
             if text.count(question) == 1 == text.count(answer):
                 between, _, after = text.partition(question)[2].partition(answer)
@@ -279,10 +287,22 @@ class ChatProcessor:
         raise CannotAlign("the template does not write a question and its answer as they are")
 
 
+@contextmanager
+def _template_call() -> Iterator[None]:
+    """Raise what the expressions of a template raise for the values of a conversation as TemplateFailed."""
+    try:
+        yield
+    except PackhorseError:
+        raise
+    except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        raise TemplateFailed(f"{type(error).__name__}: {error}") from error
+
+
 def template_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
     """Return what a chat template raises for a conversation that it rejects, for an ``except`` clause."""
     jinja2 = sys.modules.get("jinja2")  # imported if anything was rendered with it
-    return others if jinja2 is None else (*others, jinja2.TemplateError)
+    errors = (*others, TemplateFailed)
+    return errors if jinja2 is None else (*errors, jinja2.TemplateError)
 
 
 def rejected_by_template(error: Exception, key: str, stage: Stage = "encode") -> BadSample:
@@ -580,9 +600,13 @@ def _marked_answers(chat: ChatProcessor, template: str, turns: Turns, text: str)
     special = getattr(chat.tokenizer, "special_tokens_map", {})
     render: Any = render_jinja_template  # it returns a pair, whatever its annotation says
     options = {**special, **chat.template_kwargs}
-    rendered, marks = render(
-        [list(turns)], chat_template=template, return_assistant_tokens_mask=True, **options
-    )
+    try:
+        with _template_call():
+            rendered, marks = render(
+                [list(turns)], chat_template=template, return_assistant_tokens_mask=True, **options
+            )
+    except template_errors() as error:
+        raise CannotAlign(f"the template fails when its generation marks are requested: {error}") from error
     if rendered[0] != text:
         raise CannotAlign("the template renders differently when its generation marks are requested")
     numbers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]

@@ -4,17 +4,22 @@ import pickle
 from collections import Counter
 from copy import copy
 from dataclasses import replace
+from datetime import datetime
+from functools import reduce
 
+import numpy
 import pytest
 import torch
 
 from contract.processors import FAMILIES, build, processor
 from contract.samples import make_image, turns
 from packhorse.chat import IGNORE_INDEX
+from packhorse.count.parts import make_counter
 from packhorse.count.token_counter import TokenCounter
+from packhorse.errors import BadSample
 from packhorse.families import Encoder, Generic
 from packhorse.formats.conversation import parse_conversation
-from raising import raises_bad_sample
+from raising import raises_bad_sample, raises_config
 
 
 def question(*images):
@@ -167,3 +172,125 @@ def test_reasoning_in_a_dataset_without_thinking_is_an_error_that_says_what_to_d
     remedy = "Set reasoning to 'drop' for this dataset, or remove enable_thinking"
     with raises_bad_sample("sample_failed", key="set/7", match=remedy):
         TokenCounter(encoder).count(answer)
+
+
+# Adds texts and fields without a look at their types, as many templates of models do.
+CONCATENATING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + (' ' + m.name if m.name else '') + '\n' }}"
+    "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+    "{{ m.content[0].text }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+)
+
+
+def calling(argument):
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": argument}}}
+    return one_answer_with(tool_calls=[call])
+
+
+def one_answer_with(**extras):
+    row = one_answer("Two.")
+    asked, answer = row.messages
+    return replace(row, messages=(asked, replace(answer, extras=extras)))
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        (one_answer_with(reasoning_content=["Add."]), "TypeError: can only concatenate str"),
+        (one_answer_with(name=3), "TypeError: can only concatenate str"),
+        (replace(one_answer("Two."), tools=("look",)), "ValueError: Tools should either be a JSON schema"),
+    ],
+)
+def test_a_row_on_which_the_template_fails_is_dropped_alone(row, match):
+    own = build("qwen3_vl")
+    own.chat_template = CONCATENATING
+    encoder = Encoder(own)
+    with raises_bad_sample("wrong_format", key="set/7", match=f"the chat template rejects it: {match}"):
+        encoder.encode(row)
+    counted = TokenCounter(encoder).count_many([one_answer("Two."), row, one_answer("Three.")])
+    assert [isinstance(result, BadSample) for result in counted] == [False, True, False]
+    assert counted[1].key == "set/7"
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        (calling(datetime(2026, 1, 1)), "turn 1 has a value of type datetime"),
+        (calling([{"b": b"cat"}]), "turn 1 has a value of type bytes"),
+        (replace(one_answer("Two."), tools=({"name": {1, 2}},)), "tools has a value of type set"),
+        (calling(reduce(lambda inner, _: [inner], range(5000), 1)), "levels deep"),
+    ],
+)
+def test_values_that_json_does_not_have_are_rejected_and_not_written_as_their_type(row, match):
+    own = build("qwen3_vl")
+    own.chat_template = CONCATENATING
+    with raises_bad_sample("wrong_format", key="set/7", match=match):
+        Encoder(own).encode(row)
+    with raises_bad_sample("wrong_format", key="set/7", match=match):
+        TokenCounter(Encoder(own)).count(row)
+
+
+def test_numbers_of_numpy_in_calls_are_numbers():
+    own = build("qwen3_vl")
+    own.chat_template = CONCATENATING.replace(
+        "call.function | tojson",
+        "call.function.name ~ call.function.arguments.a ~ call.function.arguments.at",
+    )
+    for number in (numpy.int64(3), numpy.float32(3), 3):
+        assert "3" in Encoder(own).render_conversation(calling(number))
+
+
+def test_a_template_that_fails_on_every_row_is_one_error_at_the_start():
+    own = build("qwen3_vl")
+    own.chat_template = "{{ 'Turns: ' + messages | length }}"
+    for use in (make_counter, lambda processor: Encoder(processor).encode(one_answer("Two."))):
+        with raises_config("chat_template", match="fails on every conversation.*can only concatenate str"):
+            use(own)
+
+
+def test_errors_of_our_own_code_around_the_template_are_not_of_the_row():
+    class Wrong(type(Encoder(processor("qwen3_vl")).family)):
+        def turns(self, conversation):
+            raise TypeError("a mistake")
+
+    encoder = Encoder(processor("qwen3_vl"), Wrong())
+    with pytest.raises(TypeError, match="a mistake"):
+        encoder.encode(one_answer("Two."))
+
+
+def test_a_template_that_fails_while_answers_are_located_drops_the_row():
+    own = build("qwen3_vl")
+    own.chat_template = CONCATENATING.replace(
+        "{{ m.content[0].text }}",  # it reads a number of a text, which the text that locates it has not
+        "{% if messages | length > 2 and '7' not in m.content[0].text %}{{ 'a' + 3 }}{% endif %}"
+        "{{ m.content[0].text }}",
+    )
+    row = one_answer("7.")
+    row = replace(row, messages=(row.messages[1],) * 4)
+    encoder = Encoder(own)
+    encoded = encoder.encode(row)
+    with raises_bad_sample("sample_failed", key="set/7", match="the template rejects sentinels"):
+        encoder.label_sample(encoded, "set/7")
+    with raises_bad_sample("sample_failed", key="set/7", match="the template rejects sentinels"):
+        TokenCounter(encoder).count(row)
+
+
+def test_a_template_that_fails_without_options_of_its_processor_is_named_with_the_row():
+    own = build("qwen3_vl")
+
+    class Shouting(type(own)):
+        def apply_chat_template(self, *args, **options):
+            return super().apply_chat_template(*args, shout="LOUD", **options)
+
+    own.__class__ = Shouting
+    own.chat_template = CONCATENATING.replace(
+        "{{ m.content[0].text }}", "{% generation %}{{ m.content[0].text + shout }}{% endgeneration %}"
+    )
+    encoder = Encoder(own)
+    encoded = encoder.encode(one_answer("Two."))
+    with raises_bad_sample("sample_failed", key="set/7", match="when its generation marks are requested"):
+        encoder.label_sample(encoded, "set/7")

@@ -18,7 +18,6 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from packhorse.chat import template_errors
 from packhorse.count.columns import COUNTS, OK, count_schema
 from packhorse.count.sidecar import CHECK, batch_digest, counter_settings, data_source
 from packhorse.errors import BadSample, ConfigError
@@ -217,19 +216,7 @@ def make_counter(processor: Any, trust_remote_code: bool = False) -> TokenCounte
     if isinstance(processor, str):
         processor = open_processor(processor, trust_remote_code)
     encoder = Encoder.of(processor)
-    turns = [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in ("user", "assistant")]
-    try:
-        encoder.render(turns)
-    except template_errors():
-        pass  # the template exists and rejects only this conversation; rows are checked when they are counted
-    except (ValueError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        name = type(encoder.processor).__name__
-        raise ConfigError(
-            f"{name} has no chat template, so its conversations cannot be counted: set "
-            f"tokenizer.chat_template and save the processor again ({reason})",
-            setting="chat_template",
-        ) from error
+    encoder.check_rendering()
     return TokenCounter(encoder)
 
 

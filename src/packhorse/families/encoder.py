@@ -35,6 +35,7 @@ from packhorse.chat import (
     Processor,
     RepeatedTokenTokenizer,
     Span,
+    TemplateFailed,
     TokenizedText,
     answer_spans,
     chat_templates,
@@ -109,6 +110,8 @@ PROCESSOR_ERRORS = (ValueError, ArithmeticError)
 _ALL_FRAMES = VideoSampling()
 _TYPICAL_SIZES: dict[MediaKind, MediaSize] = {"image": (480, 640), "video": VideoInfo(8, 480, 640, 24.0, 4.0)}
 _MAX_OPTIONS = 1 << 12  # encoders remembered by the options of an item
+_JSON_VALUES = (str, int, float, np.generic)
+_MAX_DEPTH = 200  # of lists and objects in tools and fields of turns; templates are rendered recursively
 _THINK = ("<think>", "</think>")  # what most templates, and texts of answers, have around reasoning
 _OPEN_THOUGHT, _END_OF_THOUGHT = re.compile(r"<think>\s*\Z"), re.compile(r"</think>\s*")
 
@@ -636,12 +639,33 @@ class Encoder(ChatProcessor):
 
     def render_conversation(self, conversation: Conversation) -> str:
         """:meth:`render` of a conversation; BadSample if the chat template rejects it."""
+        _check_json_values(conversation)
         encoder = self.for_conversation(conversation)
         encoder.check_tools(conversation)
         try:
             return encoder.render(self.family.turns(conversation))
         except template_errors() as error:
+            if isinstance(error, TemplateFailed):
+                self.check_rendering()  # it may fail on every conversation
             raise rejected_by_template(error, conversation.key) from error
+
+    def check_rendering(self) -> None:
+        """Raise ConfigError if not even a short question and its answer can be rendered.
+
+        A template that rejects them with an error of Jinja is accepted: it may take other conversations.
+        """
+        turns = [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in ("user", "assistant")]
+        try:
+            self.render(turns)
+        except (TemplateFailed, ValueError, AttributeError) as error:
+            name, reason = type(self.processor).__name__, " ".join(str(error).split())[:200]
+            problem = f"{name} has no chat template, so its conversations cannot be counted"
+            if self.chat_template is not None:
+                problem = f"the chat template of {name} fails on every conversation"
+            remedy = "set tokenizer.chat_template and save the processor again"
+            raise ConfigError(f"{problem}: {remedy} ({reason})", setting="chat_template") from error
+        except template_errors():
+            pass
 
     def for_conversation(self, conversation: Conversation) -> Encoder:
         """Return the encoder that renders with the tools and template options of a conversation."""
@@ -1159,6 +1183,38 @@ def _reasons(conversation: Conversation) -> bool:
     """Return whether an answer has reasoning, as a field or in its text."""
     answers = (message for message in conversation.messages if message.role == "assistant")
     return any(one.extras.get("reasoning_content") or _THINK[1] in one.text for one in answers)
+
+
+def _check_json_values(conversation: Conversation) -> None:
+    """Raise for values in tools and fields that JSON does not have: transformers would write their type."""
+    if not conversation.tools and not any(message.extras for message in conversation.messages):
+        return
+    fields = {f"turn {number}": message.extras for number, message in enumerate(conversation.messages)}
+    for where, values in {**fields, "tools": conversation.tools}.items():
+        level, depth = [values] if values else [], 0
+        while level:
+            below: list[Any] = []
+            for value in level:
+                unknown: Any = None
+                if isinstance(value, Mapping):
+                    below += value.values()
+                    unknown = next((key for key in value if not isinstance(key, _JSON_VALUES)), None)
+                elif isinstance(value, list | tuple):
+                    below += value
+                elif not isinstance(value, _JSON_VALUES):
+                    unknown = value
+                if unknown is not None:
+                    detail = f"{where} has a value of type {type(unknown).__name__}, which JSON does not have"
+                    raise BadSample(
+                        f"{detail}: write it as text",
+                        reason="wrong_format",
+                        key=conversation.key,
+                        stage="encode",
+                    )
+            level, depth = below, depth + 1
+            if depth > _MAX_DEPTH:
+                detail = f"{where} has values more than {_MAX_DEPTH} levels deep"
+                raise BadSample(detail, reason="wrong_format", key=conversation.key, stage="encode")
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:
