@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from contract.chat_templates import TOOLS
@@ -319,3 +320,57 @@ def test_reasoning_that_the_generation_prompt_begins_is_masked_too() -> None:
         labels = encoder.labels(encoded).tolist()
         texts.append(processor.tokenizer.decode([label for label in labels if label != IGNORE_INDEX]))
     assert texts == ["Add.\n</think>\n\nTwo.<|im_end|>", "Two.<|im_end|>"]
+
+
+# As DeepSeek's and others: arguments are added to a text, so they have to be one.
+ARGUMENTS_AS_TEXT = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.content %}{{ m.content[0].text }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}"
+    "{{ '<tool_call>' + call.function.name + '\n' + call.function.arguments + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("how", ["added to a text", "written as they are", "read item by item"])
+def test_arguments_are_what_the_template_takes(how: str) -> None:
+    processor, template = build("qwen3_vl"), ARGUMENTS_AS_TEXT
+    if how == "written as they are":  # as Python writes them, if they are an object
+        template = template.replace(
+            "' + call.function.arguments + '", "' }}{{ call.function.arguments }}{{ '"
+        )
+    if how == "read item by item":
+        items = "' }}{% for key, value in call.function.arguments.items() %}{{ key ~ value }}{% endfor %}{{ '"
+        template = template.replace("' + call.function.arguments + '", items)
+    processor.chat_template = template
+    for turns in ROWS.values():
+        said = turns
+        if how != "read item by item":
+            said = [
+                {**turn, "tool_calls": [as_text(one) for one in turn["tool_calls"]]}
+                if "tool_calls" in turn
+                else turn
+                for turn in turns
+            ]
+        text, spans = expected_spans(processor, bare(said), TOOLS_OF_ROWS)
+        check_spans(processor, turns, TOOLS_OF_ROWS, text, spans)
+
+
+def as_text(tool_call: dict[str, Any]) -> dict[str, Any]:
+    function = tool_call["function"]
+    return {**tool_call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+
+
+def test_arguments_with_a_number_of_numpy_or_letters_beyond_ascii_are_written_as_json() -> None:
+    processor = build("qwen3_vl")
+    processor.chat_template = ARGUMENTS_AS_TEXT
+    turns = [
+        user("Bonn?"),
+        assistant("", call(city="Köln", days=np.int64(3))),
+        tool("17 C"),
+        assistant("17."),
+    ]
+    text = Encoder(processor).render_conversation(parse_conversation({"conversation": turns}, "a/0"))
+    assert '{"city": "Köln", "days": 3}</tool_call>' in text

@@ -22,7 +22,7 @@ from itertools import groupby
 from logging import getLogger
 from operator import itemgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -507,6 +507,39 @@ class Probe:
     pieces: Pieces  # what the processor writes in place of its placeholder
 
 
+_VALUE, _CALL, _RESULT = "packhorse_value", "packhorse_call", "packhorse_result"
+_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "packhorse_tool",
+        "description": "D.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "A."}}},
+    },
+}
+_TOOL_CALL = {"id": "packhorse", "type": "function", "function": {"name": _CALL, "arguments": {"a": _VALUE}}}
+_TOOL_CONVERSATION = Conversation(
+    (
+        Message("user", (TextPart("Q."),)),
+        Message("assistant", (TextPart(""),), {"tool_calls": [_TOOL_CALL]}),
+        Message("tool", (TextPart(_RESULT),), {"name": _CALL, "tool_call_id": "packhorse"}),
+        Message("assistant", (TextPart("A."),)),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _ToolSupport:
+    """What of tools, tool calls and tool results a chat template writes, and how it takes arguments."""
+
+    written: frozenset[str]
+    arguments_as_text: bool = False
+
+
+class _WrittenTools(NamedTuple):
+    text: str
+    written: frozenset[str]
+
+
 class Encoder(ChatProcessor):
     """A family bound to a processor.
 
@@ -637,13 +670,20 @@ class Encoder(ChatProcessor):
         """The conversation as one text, placeholders not expanded."""
         return self.family.render(self, turns)
 
+    def turns(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """:meth:`Family.turns`, with the arguments of calls as JSON text if the template takes only that."""
+        turns = self.family.turns(conversation)
+        if any("tool_calls" in turn for turn in turns) and self._tool_support.arguments_as_text:
+            turns = [_with_arguments_as_text(turn) for turn in turns]
+        return turns
+
     def render_conversation(self, conversation: Conversation) -> str:
         """:meth:`render` of a conversation; BadSample if the chat template rejects it."""
         _check_json_values(conversation)
         encoder = self.for_conversation(conversation)
         encoder.check_tools(conversation)
         try:
-            return encoder.render(self.family.turns(conversation))
+            return encoder.render(encoder.turns(conversation))
         except template_errors() as error:
             if isinstance(error, TemplateFailed):
                 self.check_rendering()  # it may fail on every conversation
@@ -686,7 +726,7 @@ class Encoder(ChatProcessor):
         }
         if not any(needed.values()):
             return
-        written = self._cache_for_template("tools", self._try_tools)
+        written = self._tool_support.written
         if missing := [what for what, is_needed in needed.items() if is_needed and what not in written]:
             raise BadSample(
                 f"the chat template of {type(self.processor).__name__} does not write {', '.join(missing)}: "
@@ -696,37 +736,34 @@ class Encoder(ChatProcessor):
                 stage="encode",
             )
 
-    def _try_tools(self) -> frozenset[str]:
-        """Return what of tools, tool calls and tool results the chat template writes."""
-        tool, name, value, result = (
-            "packhorse_tool",
-            "packhorse_call",
-            "packhorse_value",
-            "packhorse_result",
+    @property
+    def _tool_support(self) -> _ToolSupport:
+        """What the chat template writes of tools, from a conversation that has all of them."""
+        return self._cache_for_template("tools", self._find_tool_support)
+
+    def _find_tool_support(self) -> _ToolSupport:
+        arguments = {"a": _VALUE}
+        turns = self.family.turns(_TOOL_CONVERSATION)
+        as_object, as_text = (
+            self._try_tools(form) for form in (turns, [_with_arguments_as_text(turn) for turn in turns])
         )
-        call = {"id": "packhorse", "type": "function", "function": {"name": name, "arguments": {"a": value}}}
-        parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "A."}}}
-        function = {"name": tool, "description": "D.", "parameters": parameters}
-        of_result = {"name": name, "tool_call_id": "packhorse"}
-        probe = Conversation(
-            (
-                Message("user", (TextPart("Q."),)),
-                Message("assistant", (TextPart(""),), {"tool_calls": [call]}),
-                Message("tool", (TextPart(result),), of_result),
-                Message("assistant", (TextPart("A."),)),
-            )
-        )
-        encoder = self.with_template_kwargs({"tools": [{"type": "function", "function": function}]})
+        takes_objects = "tool calls" in as_object.written and str(arguments) not in as_object.text
+        if not takes_objects and "tool calls" in as_text.written and json.dumps(arguments) in as_text.text:
+            return _ToolSupport(as_text.written, arguments_as_text=True)
+        return _ToolSupport(as_object.written)
+
+    def _try_tools(self, turns: Sequence[Mapping[str, Any]]) -> _WrittenTools:
+        """Render turns with tools, and return what of them is in the text."""
         try:
-            text = encoder.render(self.family.turns(probe))
+            text = self.with_template_kwargs({**self.template_kwargs, "tools": [_TOOL]}).render(turns)
         except template_errors(TypeError, ValueError, LookupError):
-            return frozenset()
-        written = {
-            "tools": tool in text,
-            "tool calls": name in text and value in text,
-            "tool results": result in text,
+            return _WrittenTools("", frozenset())
+        found = {
+            "tools": _TOOL["function"]["name"] in text,
+            "tool calls": _CALL in text and _VALUE in text,
+            "tool results": _RESULT in text,
         }
-        return frozenset(what for what, is_written in written.items() if is_written)
+        return _WrittenTools(text, frozenset(what for what, is_written in found.items() if is_written))
 
     def dropped_characters(self, conversation: Conversation) -> Iterator[tuple[int, int]]:
         """Yield the turns of answers of which the chat template drops characters, and how many.
@@ -735,7 +772,7 @@ class Encoder(ChatProcessor):
         """
         text = self.render_conversation(conversation)
         answers = self.family.answer_spans(
-            self.for_conversation(conversation), self.family.turns(conversation), text
+            self.for_conversation(conversation), self.turns(conversation), text
         )
         for start, end, turn in answers:
             if turn < 0:
@@ -753,7 +790,7 @@ class Encoder(ChatProcessor):
         """
         encoder, messages = self.for_conversation(conversation), conversation.messages
         try:
-            answers = self.family.answer_spans(encoder, self.family.turns(conversation), text)
+            answers = self.family.answer_spans(encoder, encoder.turns(conversation), text)
         except CannotAlign as error:
             if not conversation.chat_template_kwargs.get("enable_thinking", True) and _reasons(conversation):
                 raise CannotAlign(
@@ -1215,6 +1252,23 @@ def _check_json_values(conversation: Conversation) -> None:
             if depth > _MAX_DEPTH:
                 detail = f"{where} has values more than {_MAX_DEPTH} levels deep"
                 raise BadSample(detail, reason="wrong_format", key=conversation.key, stage="encode")
+
+
+def _with_arguments_as_text(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a turn in which the arguments of calls are JSON, as the ``tojson`` of templates writes it."""
+
+    def convert(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or isinstance(function.get("arguments", ""), str):
+            return call
+        # A number of numpy is the only value left that json does not know: see _check_json_values.
+        text = json.dumps(function["arguments"], ensure_ascii=False, default=lambda number: number.item())
+        return {**call, "function": {**function, "arguments": text}}
+
+    calls = turn.get("tool_calls")
+    return (
+        {**turn, "tool_calls": [convert(call) for call in calls]} if isinstance(calls, list) else dict(turn)
+    )
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:

@@ -218,7 +218,7 @@ def _find_spans(encoder: Encoder, conversation: Conversation, text: str) -> dict
     openings: tuple[str, ...] = ()
     with suppress(CannotAlign):
         openings = encoder.openings
-    turns = encoder.family.turns(conversation)
+    turns = encoder.turns(conversation)
     with suppress(CannotAlign, *template_errors(TypeError, ValueError, LookupError)):
         for number, (start, end) in text_spans(encoder.render, turns, text, openings):
             role = turns[number]["role"]
