@@ -59,6 +59,17 @@ PRIVATE_USE = range(0xE000, 0xF900)
 _CHATML = ("<|im_start|>", "<|im_end|>")
 _CHATML_OPENING = "<|im_start|>assistant\n"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+SOME_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "packhorse_tool",
+        "description": "D.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "A."}}},
+    },
+}
+"""A tool with which a template is tried: how it opens and closes answers is the same with every tool."""
+
+_SOME_TOOLS = [SOME_TOOL]
 _MAX_CACHED = 10_000  # of conversations with different structures, a kilobyte each
 _MAX_OPTIONS = 1_000  # of options for the template, mostly lists of tools
 _PER_TOKEN = frozenset({"labels", *TOKEN_KEYS, "position_ids", "loss_weights"})
@@ -135,6 +146,7 @@ class ChatProcessor:
         self.processor: Any = processor
         self._template_cache: tuple[Any, dict[str, Any]] = None, {}
         self._with_kwargs: dict[str, Self] = {}
+        self._of_any_tools: Self | None = None
 
     def with_template_kwargs(self, options: Mapping[str, Any]) -> Self:
         """Return a copy that renders with these options for the template; itself without any."""
@@ -142,12 +154,21 @@ class ChatProcessor:
             return self
         key = json.dumps(options, default=repr)  # in their order: templates write tools as they are
         if key not in self._with_kwargs:
+            of_any_tools = None
+            if options.get("tools") and options["tools"] is not _SOME_TOOLS:
+                of_any_tools = self.with_template_kwargs({**options, "tools": _SOME_TOOLS})
             if len(self._with_kwargs) >= _MAX_OPTIONS:
                 self._with_kwargs.clear()
-            bound = copy.copy(self)
+            bound = copy.copy(self if of_any_tools is None else of_any_tools)
             bound.template_kwargs, bound._template_cache = dict(options), (None, {})
+            bound._of_any_tools = of_any_tools
             self._with_kwargs[key] = bound
         return self._with_kwargs[key]
+
+    def _cache_for_any_tools(self, name: str, make: Callable[[Self], T]) -> T:
+        """:meth:`_cache_for_template` for what is the same with all tools: rows may have a list each."""
+        owner = self if self._of_any_tools is None else self._of_any_tools
+        return owner._cache_for_template(name, lambda: make(owner))
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -184,7 +205,7 @@ class ChatProcessor:
         answer in a rendered example. A space at the end of the opening belongs to the answer's first token
         and is not part of it. CannotAlign if no example has a user turn and an answer one after the other.
         """
-        return self._cache_for_template("turn_markers", self._find_turn_markers)
+        return self._cache_for_any_tools("turn_markers", lambda owner: owner._find_turn_markers())
 
     @property
     def texts_around(self) -> dict[Structure, list[str]]:
@@ -217,7 +238,7 @@ class ChatProcessor:
     @property
     def generation_prompt(self) -> str:
         """What the template writes for a model to continue; empty if it has no generation prompt."""
-        return self._cache_for_template("generation_prompt", self._find_generation_prompt)
+        return self._cache_for_any_tools("generation_prompt", lambda owner: owner._find_generation_prompt())
 
     def _find_generation_prompt(self) -> str:
         if not hasattr(self.processor, "apply_chat_template"):
@@ -237,7 +258,7 @@ class ChatProcessor:
     @property
     def openings(self) -> tuple[str, ...]:
         """What opens an assistant turn, the most complete first."""
-        return self._cache_for_template("openings", self._find_openings)
+        return self._cache_for_any_tools("openings", lambda owner: owner._find_openings())
 
     def _find_openings(self) -> tuple[str, ...]:
         found = (self.generation_prompt, self.turn_markers.assistant_text)
@@ -246,7 +267,7 @@ class ChatProcessor:
     @property
     def takes_parts(self) -> bool:
         """Whether the template writes the text of a list of parts, and not the list."""
-        return self._cache_for_template("takes_parts", self._try_parts)
+        return self._cache_for_any_tools("takes_parts", lambda owner: owner._try_parts())
 
     def _try_parts(self) -> bool:
         turn = {"role": "user", "content": [{"type": "text", "text": chr(PRIVATE_USE[0])}]}

@@ -28,6 +28,7 @@ import numpy as np
 
 from packhorse.chat import (
     IGNORE_INDEX,
+    SOME_TOOL,
     TOKEN_KEYS,
     Answer,
     CannotAlign,
@@ -508,14 +509,6 @@ class Probe:
 
 
 _VALUE, _CALL, _RESULT = "packhorse_value", "packhorse_call", "packhorse_result"
-_TOOL: Mapping[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "packhorse_tool",
-        "description": "D.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "A."}}},
-    },
-}
 _TOOL_CALL = {"id": "packhorse", "type": "function", "function": {"name": _CALL, "arguments": {"a": _VALUE}}}
 _TOOL_CONVERSATION = Conversation(
     (
@@ -739,7 +732,7 @@ class Encoder(ChatProcessor):
     @property
     def _tool_support(self) -> _ToolSupport:
         """What the chat template writes of tools, from a conversation that has all of them."""
-        return self._cache_for_template("tools", self._find_tool_support)
+        return self._cache_for_any_tools("tools", lambda owner: owner._find_tool_support())
 
     def _find_tool_support(self) -> _ToolSupport:
         arguments = {"a": _VALUE}
@@ -755,11 +748,11 @@ class Encoder(ChatProcessor):
     def _try_tools(self, turns: Sequence[Mapping[str, Any]]) -> _WrittenTools:
         """Render turns with tools, and return what of them is in the text."""
         try:
-            text = self.with_template_kwargs({**self.template_kwargs, "tools": [_TOOL]}).render(turns)
+            text = self.with_template_kwargs({**self.template_kwargs, "tools": [SOME_TOOL]}).render(turns)
         except template_errors(TypeError, ValueError, LookupError):
             return _WrittenTools("", frozenset())
         found = {
-            "tools": _TOOL["function"]["name"] in text,
+            "tools": SOME_TOOL["function"]["name"] in text,
             "tool calls": _CALL in text and _VALUE in text,
             "tool results": _RESULT in text,
         }
@@ -770,10 +763,8 @@ class Encoder(ChatProcessor):
 
         Those of ``reasoning_content`` count too.
         """
-        text = self.render_conversation(conversation)
-        answers = self.family.answer_spans(
-            self.for_conversation(conversation), self.turns(conversation), text
-        )
+        text, encoder = self.render_conversation(conversation), self.for_conversation(conversation)
+        answers = self.family.answer_spans(encoder, encoder.turns(conversation), text)
         for start, end, turn in answers:
             if turn < 0:
                 continue  # generation marks do not say which turn is marked
