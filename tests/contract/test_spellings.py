@@ -20,7 +20,7 @@ import torch
 
 from contract.chat_templates import TOOLS
 from contract.processors import build
-from contract.test_tools import bare, expected_spans
+from contract.test_tools import bare, expected_labels, expected_spans
 from packhorse.chat import IGNORE_INDEX
 from packhorse.count.token_counter import TokenCounter
 from packhorse.families import Encoder
@@ -46,7 +46,7 @@ class Turn:
     parts: tuple[str, ...]  # texts and files
     calls: bool = False
     thought: str = ""
-    trained: bool = True
+    weight: float = 1  # for the loss
 
 
 def user(*parts: str) -> Turn:
@@ -75,9 +75,18 @@ STORIES: dict[str, tuple[Turn, ...]] = {
     "tools": (user("wide.png", "Look."), answer("", calls=True), Turn("tool", ("fur",)), answer("A cat.")),
     "an answer that is not trained": (
         user("Who?"),
-        answer("You.", trained=False),
+        answer("You.", weight=0),
         user("Who?"),
         answer("Me."),
+    ),
+    "an answer with a weight": (user("wide.png", "What is it?"), answer("Noise.", weight=0.5)),
+    "answers with weights": (
+        user("Who?"),
+        answer("You.", weight=2),
+        user("Who?"),
+        answer("Me.", weight=0.25),
+        user("Sure?"),
+        answer("Yes."),
     ),
 }
 
@@ -175,8 +184,10 @@ class Names:
                 more["reasoning_content"] = turn.thought
             elif turn.thought:
                 value = content(Turn(turn.role, (f"<think>{turn.thought}</think>\n{turn.parts[0]}",)), folder)
-            if not turn.trained:
+            if not turn.weight:
                 more[self.untrained[0]] = self.untrained[1]
+            elif turn.weight != 1:
+                more["weight"] = turn.weight
             rows.append({self.role: role, self.content: value, **more})
         return rows
 
@@ -214,10 +225,16 @@ def of_messages(column: str, names: Names, content: str, tools: Callable[[Any], 
 
 
 def simple(story: tuple[Turn, ...]) -> tuple[str, tuple[Turn, ...]] | None:
-    """The system prompt and the other turns of a conversation of plain questions and answers."""
+    """The system prompt and the other turns of a conversation of plain questions and answers.
+
+    The weight of a single answer may be the row's.
+    """
     system = story[0].parts[0] if story[0].role == "system" else ""
     rest = story[1:] if system else story
-    plain = all(t.role in ("user", "assistant") and not t.calls and t.trained for t in rest)
+    plain = all(
+        turn.role in ("user", "assistant") and not turn.calls and (turn.weight == 1 or len(rest) == 2)
+        for turn in rest
+    )
     return (system, rest) if plain else None
 
 
@@ -239,6 +256,8 @@ def of_columns(
             result["history"] = [list(pair) for pair in zip(texts[:-2:2], texts[1:-2:2], strict=True)]
         if split:
             result["input"] = ""
+        if found[1][-1].weight != 1:
+            result["weight"] = found[1][-1].weight
         return result | ({system: found[0]} if found[0] else {})
 
     return row
@@ -313,7 +332,8 @@ def in_folder(folder: Path) -> Any:
 def read_dataset(rows: list[Row], folder: Path) -> Any:
     import datasets
 
-    return open_examples(datasets.Dataset.from_list(rows), in_folder(folder), Ledger())
+    table = datasets.Dataset.from_list(with_all_columns(rows))  # one: its structs have all fields of all rows
+    return open_examples(table, in_folder(folder), Ledger())
 
 
 def with_all_columns(rows: list[Row]) -> list[Row]:
@@ -343,10 +363,14 @@ READERS: dict[str, Callable[[list[Row], Path], Any]] = {
 
 @dataclass(frozen=True)
 class Expected:
-    """What the processor itself makes of a conversation, and the labels of incremental rendering."""
+    """What the processor itself makes of a conversation, and the labels of incremental rendering.
+
+    Weights are those of supervised tokens, in order.
+    """
 
     ids: list[int]
     labels: list[int]
+    weights: list[float]
     media: dict[str, torch.Tensor]
 
 
@@ -375,28 +399,38 @@ def expect(name: str, folder: Path) -> Expected:
         turns.append({"role": turn.role, "content": parts, **calls})
     tools = TOOLS_OF_ROW if any(turn.calls for turn in story) else None
     text, spans = expected_spans(made, bare(turns), tools)
-    trained = [turn.trained for turn in story if turn.role == "assistant"]
-    media: dict[str, Any] = {"images": [images]} if images else {}
-    if videos:
-        media["videos"] = [[video.frames for video in videos]]
-        media["videos_kwargs"] = {
-            "video_metadata": [video.metadata.as_dict() for video in videos],
-            "do_sample_frames": False,
-            "input_data_format": "channels_last",
-        }
-    output = made(text=[text], text_kwargs={"add_special_tokens": False}, return_tensors="pt", **media)
+
+    def call(some: str) -> Any:
+        """Encode a beginning of the text with the media in it."""
+        shown = some.count("<|image_pad|>"), some.count("<|video_pad|>")
+        media: dict[str, Any] = {"images": [images[: shown[0]]]} if shown[0] else {}
+        if shown[1]:
+            media["videos"] = [[video.frames for video in videos[: shown[1]]]]
+            media["videos_kwargs"] = {
+                "video_metadata": [video.metadata.as_dict() for video in videos[: shown[1]]],
+                "do_sample_frames": False,
+                "input_data_format": "channels_last",
+            }
+        return made(text=[some], text_kwargs={"add_special_tokens": False}, return_tensors="pt", **media)
+
+    def encode(some: str) -> list[int]:
+        ids: list[int] = call(some)["input_ids"][0].tolist()
+        return ids
+
+    all_labels = [IGNORE_INDEX] * len(encode(text))
+    weights = list[float]()
+    for span, turn in zip(spans, (turn for turn in story if turn.role == "assistant"), strict=True):
+        _, labels = expected_labels(encode, text, [span])
+        supervised = [at for at, label in enumerate(labels) if label != IGNORE_INDEX]
+        for at in supervised if turn.weight else ():
+            all_labels[at] = labels[at]
+            weights.append(turn.weight)
+    output = dict(call(text))
     ids = output.pop("input_ids")[0].tolist()
-    kept = [span for span, is_trained in zip(spans, trained, strict=True) if is_trained]
-    read = made.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    labels = [
-        token
-        for token, (start, _) in zip(read["input_ids"], read["offset_mapping"], strict=True)
-        if any(first <= start < last for first, last in kept)
-    ]
     tensors = {
         key: value for key, value in output.items() if key not in ("attention_mask", "mm_token_type_ids")
     }
-    return Expected(ids, labels, tensors)
+    return Expected(ids, all_labels, weights, tensors)
 
 
 def test_there_are_thirty_spellings_of_ten_conversations() -> None:
@@ -426,10 +460,7 @@ def test_a_conversation_is_the_same_in_every_spelling(
     written = {name: row for name, row in rows.items() if row is not None}
     for path in folder.iterdir():  # next to the data file, where relative paths are looked up
         (tmp_path / path.name).symlink_to(path)
-    if reader == "dataset":  # one table cannot hold turns of text and turns of parts
-        examples = [READERS[reader]([row], tmp_path)[0] for row in written.values()]
-    else:
-        examples = list(READERS[reader](list(written.values()), tmp_path))
+    examples = list(READERS[reader](list(written.values()), tmp_path))
     assert len(examples) == len(written) >= 6
     for name, example in zip(written, examples, strict=True):
         conversation = parse_conversation(example, name)
@@ -437,11 +468,16 @@ def test_a_conversation_is_the_same_in_every_spelling(
         want = expect(name, folder)
         assert sample.tokens["input_ids"].tolist() == want.ids, name
         assert sample.labels is not None
-        labels = sample.labels.tolist()
-        assert [label for label in labels if label != IGNORE_INDEX] == want.labels, name
-        assert sample.loss_weights is None
+        assert sample.labels.tolist() == want.labels, name
+        if set(want.weights) == {1}:
+            assert sample.loss_weights is None, name
+        else:
+            assert sample.loss_weights is not None, name
+            assert sample.loss_weights[sample.labels != IGNORE_INDEX].tolist() == want.weights, name
         assert sample.media.keys() == want.media.keys(), name
         for key, value in want.media.items():
             assert torch.equal(sample.media[key], value), (name, key)
-        counted = counter.count(conversation).count
-        assert (counted.total, counted.supervised) == (len(want.ids), len(want.labels)), name
+        counted = counter.count(conversation)
+        numbers = counted.count.total, counted.count.supervised
+        assert numbers == (len(want.ids), len(want.weights)), name
+        assert counted.weight == (None if set(want.weights) == {1} else sum(want.weights)), name
