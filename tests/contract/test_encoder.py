@@ -219,8 +219,9 @@ def test_a_row_on_which_the_template_fails_is_dropped_alone(row, match):
 @pytest.mark.parametrize(
     ("row", "match"),
     [
-        (calling(datetime(2026, 1, 1)), "turn 1 has a value of type datetime"),
-        (calling([{"b": b"cat"}]), "turn 1 has a value of type bytes"),
+        (calling(datetime(2026, 1, 1)), "'tool_calls' of turn 1 has a value of type datetime"),
+        (calling([{"b": b"cat"}]), "'tool_calls' of turn 1 has a value of type bytes"),
+        (one_answer_with(name=numpy.zeros(2)), "'name' of turn 1 has a value of type ndarray"),
         (replace(one_answer("Two."), tools=({"name": {1, 2}},)), "tools has a value of type set"),
         (calling(reduce(lambda inner, _: [inner], range(5000), 1)), "levels deep"),
     ],
@@ -232,6 +233,12 @@ def test_values_that_json_does_not_have_are_rejected_and_not_written_as_their_ty
         Encoder(own).encode(row)
     with raises_bad_sample("wrong_format", key="set/7", match=match):
         TokenCounter(Encoder(own)).count(row)
+
+
+def test_fields_that_templates_do_not_know_may_have_any_values():
+    row = one_answer_with(created=datetime(2026, 1, 1))
+    encoder = Encoder(processor("qwen3_vl"))
+    assert encoder.render_conversation(row) == encoder.render_conversation(one_answer("Two."))
 
 
 def test_numbers_of_numpy_in_calls_are_numbers():

@@ -74,6 +74,7 @@ from packhorse.families.media_sizes import (
 )
 from packhorse.families.models import as_processor, check_transformers
 from packhorse.formats.conversation import place_audio
+from packhorse.formats.row_format import TURN_FIELDS
 from packhorse.media import (
     MediaSize,
     VideoFrames,
@@ -1217,9 +1218,11 @@ def _check_json_values(conversation: Conversation) -> None:
     """Raise for values in tools and fields that JSON does not have: transformers would write their type."""
     if not conversation.tools and not any(message.extras for message in conversation.messages):
         return
-    fields = {f"turn {number}": message.extras for number, message in enumerate(conversation.messages)}
-    for where, values in {**fields, "tools": conversation.tools}.items():
-        level, depth = [values] if values else [], 0
+    fields: dict[str, Any] = {"tools": conversation.tools}
+    for number, message in enumerate(conversation.messages):  # a template does not know other fields
+        fields |= {f"'{name}' of turn {number}": message.extras.get(name) for name in TURN_FIELDS}
+    for where, values in fields.items():
+        level, depth = [values], 0
         while level:
             below: list[Any] = []
             for value in level:
