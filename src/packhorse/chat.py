@@ -15,7 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import compress, groupby, pairwise, takewhile
@@ -280,8 +280,7 @@ class ChatProcessor:
     def apply_chat_template(self, turns: Turns, **options: Any) -> str:
         """Render turns as one text with the processor's own method."""
         options = {"tokenize": False, "add_generation_prompt": False, **self.template_kwargs, **options}
-        with _template_call():
-            text = self.processor.apply_chat_template(list(turns), **options)
+        text: Any = _call_template(self.processor.apply_chat_template, list(turns), **options)
         # Some processors return a list, as for a batch of one.
         return str(text[0] if isinstance(text, list) else text)
 
@@ -308,11 +307,10 @@ class ChatProcessor:
         raise CannotAlign("the template does not write a question and its answer as they are")
 
 
-@contextmanager
-def _template_call() -> Iterator[None]:
-    """Raise what the expressions of a template raise for the values of a conversation as TemplateFailed."""
+def _call_template(render: Callable[..., T], turns: Any, **options: Any) -> T:
+    """Render turns; raise what the expressions of a template raise for their values as TemplateFailed."""
     try:
-        yield
+        return render(turns, **options)
     except PackhorseError:
         raise
     except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
@@ -622,10 +620,9 @@ def _marked_answers(chat: ChatProcessor, template: str, turns: Turns, text: str)
     render: Any = render_jinja_template  # it returns a pair, whatever its annotation says
     options = {**special, **chat.template_kwargs}
     try:
-        with _template_call():
-            rendered, marks = render(
-                [list(turns)], chat_template=template, return_assistant_tokens_mask=True, **options
-            )
+        rendered, marks = _call_template(
+            render, [list(turns)], chat_template=template, return_assistant_tokens_mask=True, **options
+        )
     except template_errors() as error:
         raise CannotAlign(f"the template fails when its generation marks are requested: {error}") from error
     if rendered[0] != text:

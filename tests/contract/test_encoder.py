@@ -223,6 +223,7 @@ def test_a_row_on_which_the_template_fails_is_dropped_alone(row, match):
         (calling([{"b": b"cat"}]), "'tool_calls' of turn 1 has a value of type bytes"),
         (one_answer_with(name=numpy.zeros(2)), "'name' of turn 1 has a value of type ndarray"),
         (replace(one_answer("Two."), tools=({"name": {1, 2}},)), "tools has a value of type set"),
+        (replace(one_answer("Two."), tools=({("a", "b"): 1},)), "tools has a value of type tuple"),
         (calling(reduce(lambda inner, _: [inner], range(5000), 1)), "levels deep"),
     ],
 )

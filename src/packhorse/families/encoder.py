@@ -112,7 +112,7 @@ PROCESSOR_ERRORS = (ValueError, ArithmeticError)
 _ALL_FRAMES = VideoSampling()
 _TYPICAL_SIZES: dict[MediaKind, MediaSize] = {"image": (480, 640), "video": VideoInfo(8, 480, 640, 24.0, 4.0)}
 _MAX_OPTIONS = 1 << 12  # encoders remembered by the options of an item
-_JSON_VALUES = (str, int, float, np.generic)
+_JSON_VALUES = (str, int, float, type(None), np.generic)
 _MAX_DEPTH = 200  # of lists and objects in tools and fields of turns; templates are rendered recursively
 _THINK = ("<think>", "</think>")  # what most templates, and texts of answers, have around reasoning
 _OPEN_THOUGHT, _END_OF_THOUGHT = re.compile(r"<think>\s*\Z"), re.compile(r"</think>\s*")
@@ -1216,36 +1216,38 @@ def _reasons(conversation: Conversation) -> bool:
 
 def _check_json_values(conversation: Conversation) -> None:
     """Raise for values in tools and fields that JSON does not have: transformers would write their type."""
-    if not conversation.tools and not any(message.extras for message in conversation.messages):
-        return
-    fields: dict[str, Any] = {"tools": conversation.tools}
-    for number, message in enumerate(conversation.messages):  # a template does not know other fields
-        fields |= {f"'{name}' of turn {number}": message.extras.get(name) for name in TURN_FIELDS}
-    for where, values in fields.items():
-        level, depth = [values], 0
-        while level:
-            below: list[Any] = []
-            for value in level:
-                unknown: Any = None
-                if isinstance(value, Mapping):
-                    below += value.values()
-                    unknown = next((key for key in value if not isinstance(key, _JSON_VALUES)), None)
-                elif isinstance(value, list | tuple):
-                    below += value
-                elif not isinstance(value, _JSON_VALUES):
-                    unknown = value
-                if unknown is not None:
-                    detail = f"{where} has a value of type {type(unknown).__name__}, which JSON does not have"
-                    raise BadSample(
-                        f"{detail}: write it as text",
-                        reason="wrong_format",
-                        key=conversation.key,
-                        stage="encode",
-                    )
-            level, depth = below, depth + 1
-            if depth > _MAX_DEPTH:
-                detail = f"{where} has values more than {_MAX_DEPTH} levels deep"
-                raise BadSample(detail, reason="wrong_format", key=conversation.key, stage="encode")
+    fields: list[tuple[str, Any]] = [("tools", conversation.tools)] if conversation.tools else []
+    for number, message in enumerate(conversation.messages):
+        if message.extras:  # a template does not know other fields
+            known = TURN_FIELDS & message.extras.keys()
+            fields += [(f"'{name}' of turn {number}", message.extras[name]) for name in sorted(known)]
+    for where, value in fields:
+        if problem := _describe_non_json(value):
+            detail = f"{where} has {problem}"
+            raise BadSample(detail, reason="wrong_format", key=conversation.key, stage="encode")
+
+
+def _describe_non_json(value: Any) -> str:
+    """Describe what of a value JSON does not have; empty if it has all."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, _JSON_VALUES):
+                continue
+            unknown = item
+            if isinstance(item, list | tuple):
+                below += item
+                unknown = None
+            elif isinstance(item, Mapping):
+                below += item.values()
+                unknown = next((key for key in item if not isinstance(key, _JSON_VALUES)), None)
+            if unknown is not None:
+                return f"a value of type {type(unknown).__name__}, which JSON does not have: write it as text"
+        if not below:
+            return ""
+        level = below
+    return f"values more than {_MAX_DEPTH} levels deep"
 
 
 def _with_arguments_as_text(turn: Mapping[str, Any]) -> dict[str, Any]:
