@@ -395,6 +395,11 @@ class Conversation:
         """All media, in the order of the text."""
         return tuple(p for m in self.messages for p in m.parts if isinstance(p, MediaRef))
 
+    @cached_property
+    def uses_tools(self) -> bool:
+        """Whether it has tools, results of tools, or turns with fields of their own, such as calls."""
+        return bool(self.tools) or any(m.extras or m.role == "tool" for m in self.messages)
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _TokenTensors:

@@ -20,7 +20,7 @@ SOURCE = ROOT / "src" / "packhorse"
 
 # People who change the code have to open these: more files need a reason, and another limit.
 MAX_FILES_TO_OPEN = 43
-MAX_FILES_OF_SAMPLE, MAX_SWITCHES_OF_SAMPLE = 20, 51
+MAX_FILES_OF_SAMPLE, MAX_SWITCHES_OF_SAMPLE = 20, 53
 
 
 @pytest.fixture(scope="module")

@@ -667,15 +667,18 @@ class Encoder(ChatProcessor):
     def turns(self, conversation: Conversation) -> list[dict[str, Any]]:
         """:meth:`Family.turns`, with the arguments of calls as JSON text if the template takes only that."""
         turns = self.family.turns(conversation)
-        if any("tool_calls" in turn for turn in turns) and self._tool_support.arguments_as_text:
+        if not conversation.uses_tools or not any("tool_calls" in turn for turn in turns):
+            return turns
+        if self._tool_support.arguments_as_text:
             turns = [_with_arguments_as_text(turn) for turn in turns]
         return turns
 
     def render_conversation(self, conversation: Conversation) -> str:
         """:meth:`render` of a conversation; BadSample if the chat template rejects it."""
-        _check_json_values(conversation)
         encoder = self.for_conversation(conversation)
-        encoder.check_tools(conversation)
+        if conversation.uses_tools:
+            _check_json_values(conversation)
+            encoder.check_tools(conversation)
         try:
             return encoder.render(encoder.turns(conversation))
         except template_errors() as error:
@@ -703,16 +706,16 @@ class Encoder(ChatProcessor):
 
     def for_conversation(self, conversation: Conversation) -> Encoder:
         """Return the encoder that renders with the tools and template options of a conversation."""
+        if not conversation.chat_template_kwargs and not conversation.tools:
+            return self
         options = dict(conversation.chat_template_kwargs)
         if conversation.tools:
             options["tools"] = list(conversation.tools)
-        return self.with_template_kwargs(options) if options else self
+        return self.with_template_kwargs(options)
 
     def check_tools(self, conversation: Conversation) -> None:
         """Raise if the conversation has tools, calls or results that the chat template does not write."""
         messages = conversation.messages
-        if not conversation.tools and not any(m.extras or m.role == "tool" for m in messages):
-            return
         needed = {
             "tools": bool(conversation.tools),
             "tool calls": any(message.extras.get("tool_calls") for message in messages),
