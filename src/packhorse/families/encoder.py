@@ -675,9 +675,10 @@ class Encoder(ChatProcessor):
 
     def render_conversation(self, conversation: Conversation) -> str:
         """:meth:`render` of a conversation; BadSample if the chat template rejects it."""
-        encoder = self.for_conversation(conversation)
         if conversation.uses_tools:
             _check_json_values(conversation)
+        encoder = self.for_conversation(conversation)
+        if conversation.uses_tools:
             encoder.check_tools(conversation)
         try:
             return encoder.render(encoder.turns(conversation))
@@ -1186,8 +1187,10 @@ def _dropped_length(answer: str, written: str) -> int:
 def _without_reasoning(answer: Answer, text: str, marks: tuple[str, str]) -> Iterator[Answer]:
     """Yield what an answer has before and after its reasoning, which is between ``marks`` or ``<think>``."""
     start = answer.start
-    if _OPEN_THOUGHT.search(text, 0, start) and (end := _END_OF_THOUGHT.search(text, start, answer.end)):
-        start = end.end()  # the generation prompt has begun the thought
+    end = _END_OF_THOUGHT.search(text, start, answer.end)
+    is_open = _OPEN_THOUGHT.search(text, 0, start) or (end and _THINK[0] not in text[start : end.start()])
+    if end and is_open:
+        start = end.end()  # the generation prompt, or that of the model which gave the answer, has begun it
     for thought in _reasoning_pattern(marks).finditer(text, start, answer.end):
         yield answer._replace(start=start, end=thought.start())
         start = thought.end()

@@ -90,8 +90,8 @@ def preference_data(fields: Iterable[str], key: str) -> BadSample:
     """Return the error for preference data in a run on plain answers."""
     return BadSample(
         f"preference data ({', '.join(fields)}) cannot be trained as plain answers. For DPO, KTO or a reward "
-        'model write packhorse.load(…, task="preference"); to train on good answers alone, remove these '
-        "columns and keep the answers as 'messages' or 'response'",
+        'model write packhorse.load(…, task="preference"), or --task preference; to train on good answers '
+        "alone, remove these columns and keep the answers as 'messages' or 'response'",
         reason="preference_data",
         key=key,
         stage="convert",

@@ -60,7 +60,8 @@ _NESTED = (Mapping, list)
 _SURPLUS = object()
 _LONG_TEXT = 1 << 20  # characters; shorter texts are measured together, when the example is parsed
 _MEDIA_COLUMNS: Mapping[str, MediaKind] = {"images": "image", "videos": "video", "audios": "audio"}
-_THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+# Where the prompt of a model ends in <think>, its answers have only the end of the thought.
+_THINKING = re.compile(r"(?:\A(?:(?!<think>).)*?|<think>.*?)</think>\s*", re.DOTALL)
 _DATA_URI = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
 # Base64 of a JPEG, PNG, GIF or WebP file without a prefix, as rows of ms-swift have it in place of a path.
 _BASE64_IMAGE = re.compile(r"(?:/9j/|iVBORw0KGg|R0lGOD|UklGR)[A-Za-z0-9+/\s]{50,}={0,2}\s*")

@@ -30,30 +30,34 @@ class FoundFormat:
     Attributes:
         columns: (format, part, column) of what is read.
         unused: fields that nothing reads; ``messages[].score`` is one of turns.
-        marked: whether rows with media say where these belong: True for one that does, False for one that
-            does not.
+        media: (has media, mentions media) of rows that do either.
     """
 
     columns: frozenset[tuple[str, str, str]] = frozenset()
     unused: frozenset[str] = frozenset()
-    marked: frozenset[bool] = frozenset()
+    media: frozenset[tuple[bool, bool]] = frozenset()
 
     def __or__(self, other: FoundFormat) -> FoundFormat:
         """Return the format of the rows of both."""
-        if other.columns <= self.columns and other.unused <= self.unused and other.marked <= self.marked:
+        if other.columns <= self.columns and other.unused <= self.unused and other.media <= self.media:
             return self
-        return FoundFormat(
-            self.columns | other.columns, self.unused | other.unused, self.marked | other.marked
-        )
+        return FoundFormat(self.columns | other.columns, self.unused | other.unused, self.media | other.media)
 
     def advice(self) -> str:
-        """Return what to set if no row with media says where they belong; empty if one does."""
-        if self.marked != {False}:
-            return ""
-        return (
-            "no text mentions the media of its row, so they are not used. To put them before the first text "
-            'of the user set media_position to "first"'
-        )
+        """Return what to set if media and the texts of no row belong together; empty if they do in one."""
+        if self.media == {(True, False)}:
+            return (
+                "no text mentions the media of its row, so they are not used. To put them before the first "
+                'text of the user set media_position to "first", in the meta file or with '
+                "dataset_options={'media_position': 'first'}"
+            )
+        if self.media == {(False, True)}:
+            others = f"; columns that are not used: {', '.join(sorted(self.unused))}" if self.unused else ""
+            return (
+                "the texts mention media (<image>), but no row has any, so the marks are cut. Name the "
+                f"column with columns={{'images': …}}{others}"
+            )
+        return ""
 
     def __str__(self) -> str:
         """Return formats and columns: ``messages (messages=conversations, images)``."""
@@ -86,21 +90,24 @@ def find_format(rows: Iterable[Mapping[str, Any]], rules: RowFormat) -> FoundFor
             layout = row_layout(row, rules)
             parts = {**layout.columns, **layout.preference}
             columns = frozenset((layout.format, part, column) for part, column in parts.items())
-            marked = _are_media_marked(row, layout) if rules.media_position == "marked" else frozenset[bool]()
+            media = _find_media(row, layout)
+            if rules.media_position == "first" and (True, False) in media:
+                media = frozenset()
             unused = layout.unused_in(rules.task)
             with suppress(BadSample):
                 convert_row(row, rules, key="", dataset="", record=ignore_drop, unused=unused)
-            found |= FoundFormat(columns, frozenset(unused), marked)
+            found |= FoundFormat(columns, frozenset(unused), media)
     return found
 
 
-def _are_media_marked(row: Mapping[str, Any], layout: Layout) -> frozenset[bool]:
-    """Return whether the turns of a row mention its media; nothing for a row without media."""
+def _find_media(row: Mapping[str, Any], layout: Layout) -> frozenset[tuple[bool, bool]]:
+    """Return whether a row has media in its columns and its turns mention media; nothing if neither."""
     columns = {**layout.columns, **layout.preference}
-    if not any(_has_media(row.get(columns.get(f"{kind}s", ""))) for kind in MEDIA_KINDS):
-        return frozenset()
+    has_media = any(_has_media(row.get(columns.get(f"{kind}s", ""))) for kind in MEDIA_KINDS)
+    mentions = _mentions_media if has_media else _has_placeholder  # a part may have its own source
     texts = (parse_turns(row.get(columns.get(part, ""))) for part in (*TURN_COLUMNS, "query"))
-    return frozenset({any(map(_mentions_media, texts))})
+    found = has_media, any(map(mentions, texts))
+    return frozenset({found} if any(found) else ())
 
 
 def _has_media(value: Any) -> bool:
@@ -117,3 +124,11 @@ def _mentions_media(value: Any) -> bool:
     if isinstance(value, Mapping):
         return part_type(value) in PART_TYPES or any(map(_mentions_media, value.values()))
     return isinstance(value, list | tuple) and any(map(_mentions_media, value))
+
+
+def _has_placeholder(value: Any) -> bool:
+    """Return whether a text, or one inside of turns, has a placeholder."""
+    if isinstance(value, str):
+        return PLACEHOLDER.search(value) is not None
+    values = value.values() if isinstance(value, Mapping) else value
+    return isinstance(value, Mapping | list | tuple) and any(map(_has_placeholder, values))

@@ -68,8 +68,10 @@ def meta_entry(entry: Mapping[str, Any], own_keys: Collection[str]) -> dict[str,
     columns = {**_COLUMNS[formatting], **_names(entry, "columns")}
     if "kto_tag" in columns:
         columns["label"] = columns.pop("kto_tag")
+    is_preference = entry.get("ranking") or "label" in columns
     return {
         "media_dir": ".",
+        **({"task": "preference"} if is_preference else {}),
         **own,
         "file_name": _file_of(entry),
         "format": "prompt_response" if formatting == "alpaca" else "messages",

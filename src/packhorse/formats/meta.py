@@ -51,13 +51,18 @@ OnBadRow = Literal["raise", "skip"]
 _THREADS = 8
 _BLOCK = 1 << 14
 # Settings of a dataset in a meta file, and of data in memory, with their types.
-_FORMAT_KEYS: dict[str, type | tuple[type, ...]] = {
+FORMAT_KEYS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("columns", "tags", "chat_template_kwargs"), dict),
     **dict.fromkeys(("media_dir", "format", "media_position", "system", "reasoning", "task"), str),
     **dict.fromkeys(("strict", "confine", "allow_http"), bool),
     **dict.fromkeys(("weight", *DATASET_SETTINGS), (int, float)),
 }
-_META_KEYS = ("file_name", *_FORMAT_KEYS, "sample_ratio", "num_samples")
+# Names of LLaMA-Factory's arguments, in hints.
+OTHER_NAMES = {
+    **{"image_max_pixels": "max_pixels", "image_min_pixels": "min_pixels"},
+    **{"video_fps": "fps", "video_maxlen": "max_frames"},
+}
+_META_KEYS = ("file_name", *FORMAT_KEYS, "sample_ratio", "num_samples")
 _SHOWN_NAMES = 20
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".parquet")
 _COMPRESSED_SUFFIXES = (".gz", ".zst")
@@ -200,7 +205,7 @@ def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
         return ConfigError(f"{where} {problem}", setting=key, value=entry.get(key))
 
     if unknown := sorted(set(entry) - set(_META_KEYS)):
-        hints = ", ".join(f"{key}{suggest(key, _META_KEYS)}" for key in unknown)
+        hints = ", ".join(f"{key}{suggest(key, _META_KEYS, OTHER_NAMES)}" for key in unknown)
         raise wrong(unknown[0], f"has unknown {hints}; known are {', '.join(_META_KEYS)}")
     if not entry.get("file_name"):
         raise wrong("file_name", "has no file_name")
@@ -211,7 +216,7 @@ def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
         raise wrong("sample_ratio", f"has sample_ratio={ratio!r}, expected a number")
     if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
         raise wrong("num_samples", f"has num_samples={number!r}, expected a whole number above 0")
-    options = {key: value for key, value in entry.items() if key in _FORMAT_KEYS}
+    options = {key: value for key, value in entry.items() if key in FORMAT_KEYS}
     with naming(where):
         rules = row_format({**options, "media_dir": _media_dir(folder, options.get("media_dir"))})
     not_read = frozenset(f"{key} of its entry" for key in unused)
@@ -220,13 +225,13 @@ def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
 
 def row_format(options: Mapping[str, Any]) -> RowFormat:
     """Return the row format of a dataset from its settings in a meta file, or those of data in memory."""
-    if unknown := sorted(set(options) - set(_FORMAT_KEYS)):
-        hints = ", ".join(f"{key}{suggest(key, _FORMAT_KEYS)}" for key in unknown)
+    if unknown := sorted(set(options) - set(FORMAT_KEYS)):
+        hints = ", ".join(f"{key}{suggest(key, FORMAT_KEYS, OTHER_NAMES)}" for key in unknown)
         raise ConfigError(
-            f"unknown {hints}; known are {', '.join(_FORMAT_KEYS)}", setting="dataset_options", value=unknown
+            f"unknown {hints}; known are {', '.join(FORMAT_KEYS)}", setting="dataset_options", value=unknown
         )
     for key, value in options.items():
-        kind = _FORMAT_KEYS[key]
+        kind = FORMAT_KEYS[key]
         if value is not None and not isinstance(value, kind):
             name = getattr(kind, "__name__", "number")
             raise ConfigError.of(key, value, f"expected a {name}")

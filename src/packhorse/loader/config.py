@@ -334,7 +334,14 @@ def _check_names(names: Iterable[str], others: Sequence[str] = ()) -> None:
     known = [*(field.name for field in fields(LoaderConfig)), *others]
     unknown = sorted(str(name) for name in names if name not in known)
     if unknown:
+        from packhorse.formats.meta import FORMAT_KEYS
+
         other_names = {other: ours for ours, others in _OTHER_NAMES.items() for other in others}
+        for name in unknown:
+            if name in FORMAT_KEYS:
+                problem = f"unknown setting {name!r}: it is one of a dataset. Write dataset_options="
+                remedy = f"{{{name!r}: …}} for rows in memory or one file; a meta file has it in an entry"
+                raise ConfigError(problem + remedy, setting=name)
         hints = [f"{name!r}{suggest(name, known, other_names)}" for name in unknown]
         message = f"unknown setting {', '.join(hints)}. Settings are: {', '.join(sorted(known))}"
         raise ConfigError(message, setting=unknown[0])

@@ -16,7 +16,7 @@ from packhorse.count.columns import CountColumns
 from packhorse.count.sidecar import Sidecar, sidecar_locations
 from packhorse.errors import BadSample, ConfigError, suggest
 from packhorse.families import Encoder
-from packhorse.formats.meta import MetaDataset, Source
+from packhorse.formats.meta import OTHER_NAMES, MetaDataset, Source
 from packhorse.media import VideoInfo
 from packhorse.media.settings import DATASET_SETTINGS, size_settings, with_dataset_settings
 from packhorse.tools.view.plan_report import VERSION, epoch_cost
@@ -40,7 +40,7 @@ def parse_sweep(text: str) -> tuple[str, tuple[int, ...]]:
     """
     name, _, listed = text.partition("=")
     if name not in SWEPT:
-        hint = f"expected NAME=N[,N]… with one of {', '.join(SWEPT)}{suggest(name, SWEPT)}"
+        hint = f"expected NAME=N[,N]… with one of {', '.join(SWEPT)}{suggest(name, SWEPT, OTHER_NAMES)}"
         raise ConfigError.of("sweep", text, hint)
     words = [word.strip() for word in listed.split(",")]
     if any(not word.isascii() or not word.isdigit() or int(word) < 1 for word in words):

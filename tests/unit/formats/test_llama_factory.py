@@ -215,7 +215,7 @@ def test_preference_data_is_rejected_when_it_is_opened(tmp_path: Path) -> None:
     entry = {"file_name": "rows.json", "ranking": True, "columns": {"chosen": "good", "rejected": "bad"}}
     rows = [{"instruction": QUESTION, "good": ANSWER, "bad": "You."}]
     with pytest.raises(ConfigError, match="preference data"):
-        open_meta_dataset(write(tmp_path, {"mine": entry}, rows=rows))
+        open_meta_dataset(write(tmp_path, {"mine": entry}, rows=rows), task="sft")
 
 
 def test_an_entry_of_a_meta_file_may_limit_its_samples_without_being_one_of_llama_factory(

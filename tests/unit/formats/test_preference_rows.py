@@ -256,9 +256,9 @@ def test_a_dataset_of_llama_factory_with_ranking_is_read_for_the_task(tmp_path: 
     (tmp_path / "rows.json").write_text(json.dumps([row]))
     (tmp_path / "dataset_info.json").write_text(json.dumps({"ranked": entry}))
     info = str(tmp_path / "dataset_info.json")
-    assert list(open_meta_dataset(info, task="preference")) == [pair()]
-    with pytest.raises(ConfigError, match=r'task="preference"'):
-        open_meta_dataset(info)
+    assert list(open_meta_dataset(info)) == list(open_meta_dataset(info, task="preference")) == [pair()]
+    with pytest.raises(ConfigError, match=r'task="preference".*--task preference'):
+        open_meta_dataset(info, task="sft")
 
 
 def test_a_meta_file_may_say_what_its_rows_are_for(tmp_path: Path) -> None:

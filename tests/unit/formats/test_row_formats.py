@@ -740,6 +740,31 @@ def test_decoded_audio_of_a_hub_dataset_is_read() -> None:
     assert unused_of(row) == set()
 
 
+def test_texts_that_mention_media_which_no_row_has_are_reported_with_the_columns_left() -> None:
+    misspelled = {"messages": turns(MARKED), "imgs": ["cat.png"]}
+    advice = find_format([misspelled], RowFormat()).advice()
+    assert "columns={'images': …}" in advice
+    assert advice.endswith("imgs")
+    with_image = {"messages": turns(MARKED), "images": ["cat.png"]}
+    assert find_format([misspelled, with_image], RowFormat()).advice() == ""
+    own_source = {"messages": turns([{"type": "image", "image": "cat.png"}, text(QUESTION)])}
+    assert find_format([own_source, {"messages": turns()}], RowFormat()).advice() == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept"),
+    [
+        ("thinking</think>\n\n42", "42"),
+        ("So <think>a</think> 42", "So 42"),
+        ("<think>a</think>b<think>c</think>d", "bd"),
+        ("42", "42"),
+    ],
+)
+def test_reasoning_in_an_answer_is_dropped_also_if_the_prompt_has_begun_it(answer: str, kept: str) -> None:
+    example = convert({"messages": turns(answer=answer)}, reasoning="drop")
+    assert example["conversation"][1]["content"] == [text(kept)]
+
+
 def test_the_reasoning_of_a_turn_that_calls_tools_is_dropped_too() -> None:
     call = {"role": "function_call", "content": '{"name": "look"}', "reasoning_content": "Hm."}
     row = {"messages": [turns()[0], call, {"role": "tool", "content": "2"}, turns()[1]]}

@@ -171,3 +171,9 @@ def test_the_repr_says_what_is_loaded_and_how_far_it_is() -> None:
     next(iter(padded))
     assert "mode='pad'" in repr(padded)
     assert "attn_implementation=None, model=None, packs=30, epoch=0, step=1 of 30" in repr(padded)
+
+
+@pytest.mark.parametrize("name", ["media_position", "reasoning", "max_pixels"])
+def test_a_setting_of_a_dataset_says_where_it_is_written(name: str) -> None:
+    with raises_config(name, match=rf"dataset_options=\{{'{name}': …\}}"):
+        packhorse.load([], None, **{name: "first"})
