@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import bisect
 import copy
+import inspect
 import json
 import re
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from itertools import compress, groupby, pairwise, takewhile
+from logging import getLogger
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -46,6 +48,8 @@ Structure = tuple[tuple[str, tuple[str, ...] | None], ...]
 """The role of each turn and the types of its parts; None for a turn that is one string."""
 
 T = TypeVar("T")
+
+logger = getLogger("packhorse.loader")
 
 IGNORE_INDEX = -100
 """The label of a token that is not supervised. Written nowhere else."""
@@ -279,10 +283,24 @@ class ChatProcessor:
 
     def apply_chat_template(self, turns: Turns, **options: Any) -> str:
         """Render turns as one text with the processor's own method."""
-        options = {"tokenize": False, "add_generation_prompt": False, **self.template_kwargs, **options}
+        own = self._cache_for_template("options", self._find_used_options) if self.template_kwargs else {}
+        options = {"tokenize": False, "add_generation_prompt": False, **own, **options}
         text: Any = _call_template(self.processor.apply_chat_template, list(turns), **options)
         # Some processors return a list, as for a batch of one.
         return str(text[0] if isinstance(text, list) else text)
+
+    def _find_used_options(self) -> dict[str, Any]:
+        """Return the options that have an effect: for others transformers logs a line with every call."""
+        templates = " ".join(map(str, chat_templates(self.processor)))
+        known = {"tools", *inspect.signature(self.processor.apply_chat_template).parameters}
+        used = {
+            name: value
+            for name, value in self.template_kwargs.items()
+            if name in known or not self.chat_template or re.search(rf"\b{re.escape(name)}\b", templates)
+        }
+        for name in self.template_kwargs.keys() - used.keys():
+            _warn_unused_option(type(self.processor).__name__, name)
+        return used
 
     def render(self, turns: Turns) -> str:
         """Render turns as one text, media placeholders not expanded."""
@@ -347,6 +365,11 @@ def is_tokenizer(processor: Processor) -> bool:
     """Whether a tokenizer was given in place of a processor."""
     known = any(kind.__name__ == "PreTrainedTokenizerBase" for kind in type(processor).__mro__)
     return known or (tokenizer_of(processor) is processor and hasattr(processor, "convert_tokens_to_ids"))
+
+
+@cache
+def _warn_unused_option(processor: str, name: str) -> None:
+    logger.warning("the chat template of %s does not use %s, which has no effect", processor, name)
 
 
 def chat_template(processor: Processor) -> str | None:

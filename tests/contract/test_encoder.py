@@ -302,3 +302,14 @@ def test_a_template_that_fails_without_options_of_its_processor_is_named_with_th
     encoded = encoder.encode(one_answer("Two."))
     with raises_bad_sample("sample_failed", key="set/7", match="when its generation marks are requested"):
         encoder.label_sample(encoded, "set/7")
+
+
+def test_an_option_that_no_template_uses_is_warned_of_once_and_not_passed_on(caplog):
+    encoder = Encoder(processor("qwen2_vl")).with_template_kwargs({"enable_nothing": False})
+    turns = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    assert encoder.render(turns) == encoder.render(turns) == Encoder(processor("qwen2_vl")).render(turns)
+    warnings = [one.getMessage() for one in caplog.records]
+    assert [text for text in warnings if "enable_nothing" in text] == [
+        "the chat template of Qwen2VLProcessor does not use enable_nothing, which has no effect"
+    ]
+    assert not any("processor_kwargs" in text for text in warnings)
