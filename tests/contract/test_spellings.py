@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import packhorse
 from contract.chat_templates import TOOLS
 from contract.processors import build
 from contract.test_tools import bare, expected_labels, expected_spans
@@ -481,3 +482,35 @@ def test_a_conversation_is_the_same_in_every_spelling(
         numbers = counted.count.total, counted.count.supervised
         assert numbers == (len(want.ids), len(want.weights)), name
         assert counted.weight == (None if set(want.weights) == {1} else sum(want.weights)), name
+
+
+def test_every_row_of_every_spelling_is_delivered_once_or_in_the_ledger(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = files["wide.png"].parent
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    broken: list[Row] = [{"messages": []}, {"messages": [{"role": "user"}]}]
+    meta, good = {}, set[str]()
+    for number, (name, spelling) in enumerate(SPELLINGS.items()):
+        rows = [row for story in STORIES.values() if (row := spelling(story, folder)) is not None][
+            number % 3 :: 3
+        ]
+        try:
+            written = Path(write_jsonl(tmp_path, [*rows, *broken]))
+        except TypeError:  # bytes are no JSON
+            assert "bytes" in name
+            continue
+        meta[f"s{number}"] = {"file_name": f"s{number}.jsonl", "media_dir": "."}
+        written.rename(tmp_path / f"s{number}.jsonl")
+        good |= {f"s{number}/{row}" for row in range(len(rows))}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    settings: dict[str, Any] = {"model": "unchecked", "pack_size": 2048, "max_bad_share": None}
+    loader = packhorse.load(str(tmp_path / "meta.json"), processor(), num_workers=0, **settings)
+    delivered = [key for batch in loader for key in batch.info.keys]
+    assert len(meta) >= 30
+    assert sorted(delivered) == sorted(good)
+    stats = loader.epoch_stats
+    assert stats is not None
+    assert (stats.rows, stats.delivered, stats.lost) == (len(good) + 2 * len(meta), len(good), 0)
+    assert sum(stats.reasons.values()) == 2 * len(meta)
