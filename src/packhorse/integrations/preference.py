@@ -9,7 +9,9 @@ contributes a *sum*, divided by the number of pairs (or labelled answers) of all
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -26,6 +28,8 @@ from packhorse.distributed import has_process_group, reachable_device
 from packhorse.errors import ConfigError, suggest
 from packhorse.integrations.loss import count_supervised, evaluation_mode, token_log_probs
 from packhorse.types import Batch, BatchInfo, DocumentRole
+
+logger = logging.getLogger(__name__)
 
 DpoLoss = Literal["sigmoid", "robust", "hinge", "ipo"]
 KtoLoss = Literal["kto", "apo_zero_unpaired"]
@@ -413,8 +417,9 @@ def mismatched_batch(batch: Batch) -> Batch:
 
     KTO estimates how far the model is from its reference on such documents (:func:`kl_term`). As in TRL's
     vision collator, answers move on by one within the batch, and media stay with their prompts. A single
-    document keeps its answer, but has the role ``""``, and does not count. The keys of documents name both
-    rows, so that a cache of reference values does not take them for the rows themselves.
+    document keeps its answer, but has the role ``""``, and does not count; a warning is logged once. The keys
+    of documents name both rows, so that a cache of reference values does not take them for the rows
+    themselves.
 
     Args:
         batch: of a loader, before it is moved to a device.
@@ -422,8 +427,18 @@ def mismatched_batch(batch: Batch) -> Batch:
     Raises:
         ConfigError: the batch has no labelled answers, or an answer has media.
     """
-    _find_labelled(info_of(batch))
+    good, bad = _find_labelled(info_of(batch))
+    if len(good) + len(bad) == 1:
+        _warn_about_single_answer()
     return mismatch_answers(batch)
+
+
+@functools.cache
+def _warn_about_single_answer() -> None:
+    logger.warning(
+        "a batch has a single labelled answer, so no other answer can move to its prompt, and the batch adds "
+        "nothing to the KL term of KTO. Use at least 2 rows in a batch: a larger pack_size or batch_size"
+    )
 
 
 def kl_term(

@@ -21,6 +21,7 @@ from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import model_inputs
 from packhorse.errors import ConfigError
 from packhorse.integrations import loss as loss_module
+from packhorse.integrations import preference as preference_module
 from packhorse.integrations.loss import token_log_probs
 from packhorse.integrations.preference import (
     LogProbCache,
@@ -379,6 +380,18 @@ def test_a_single_document_does_not_count_for_the_kl_term() -> None:
     assert [len(row) for row in mismatched.info.document_roles] == [1]
     assert roles(mismatched) == [""]
     assert float(kl_term(torch.tensor([5.0]), torch.tensor([1.0]), mismatched)) == 0
+
+
+def test_batches_of_one_answer_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    preference_module._warn_about_single_answer.cache_clear()
+    (several,) = load(LABELLED)
+    mismatched_batch(several)
+    assert caplog.messages == []
+    for batch in load(LABELLED, max_documents=1):
+        mismatched_batch(batch)
+    (message,) = caplog.messages
+    assert "a batch has a single labelled answer" in message
+    assert "Use at least 2 rows in a batch" in message
 
 
 def test_aligned_documents_cannot_be_mismatched() -> None:
