@@ -173,8 +173,6 @@ def _print_rows(
     report: CheckReport, rules: Sequence[tuple[str, str, str, int]], out: terminal.Output, show: int
 ) -> None:
     """Print the first rows of each rule and dataset."""
-    from packhorse.tools.check import RULES
-
     first: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
     for finding in report.findings():
         group = first[finding.severity, finding.rule, finding.dataset]
@@ -183,9 +181,11 @@ def _print_rows(
     for severity, rule, dataset, count in rules:
         shown = first[severity, rule, dataset]
         part = f", the first {len(shown)} of {count:,}" if len(shown) < count else ""
-        out.line(f"{severity} {rule}", style=_COLOURS[severity], end="")
-        out.line(f" in {dataset}{part}: {RULES[rule].advice}")
-        for finding in shown:
-            location = finding.key if finding.row is None else f"{finding.key}, {finding.location}"
-            out.line(f"  {location}: {finding.found}")
+        for advice in dict.fromkeys(finding.advice for finding in shown):
+            out.line(f"{severity} {rule}", style=_COLOURS[severity], end="")
+            out.line(f" in {dataset}{part}: {advice}")
+            for finding in shown:
+                if finding.advice == advice:
+                    location = finding.key if finding.row is None else f"{finding.key}, {finding.location}"
+                    out.line(f"  {location}: {finding.found}")
     out.line()

@@ -126,6 +126,7 @@ def test_reasoning_that_the_chat_template_does_not_write_is_a_shortened_answer(t
     (finding,) = check_meta(meta, processor("qwen2_vl")).findings()
     assert (finding.rule, finding.severity) == ("answer_shortened", "warning")
     assert "drops 9 characters of the answer in turn 1" in finding.found
+    assert finding.advice.startswith("the chat template does not write reasoning_content: write <think>")
     writes = build("qwen2_vl")
     writes.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.get('reasoning_content', '') }}"
@@ -133,6 +134,67 @@ def test_reasoning_that_the_chat_template_does_not_write_is_a_shortened_answer(t
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     assert list(check_meta(meta, writes).findings()) == []
+
+
+def test_reasoning_that_the_chat_template_writes_in_the_last_answer_is_to_be_moved_there(
+    tmp_path: Path,
+) -> None:
+    question, answer = turns("1 + 1?", "Two.")
+    reasoned = {**answer, "reasoning_content": "Add them."}
+    writes_last = build("qwen2_vl")
+    writes_last.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if loop.last %}{{ m.get('reasoning_content', '') }}{% endif %}"
+        "{{ m.content[0].text + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    rows = [{"messages": [question, reasoned, question, answer]}]
+    (finding,) = check_meta(mixture(tmp_path, rows), writes_last).findings()
+    assert finding.rule == "answer_shortened"
+    assert finding.advice.startswith("move the reasoning to the last answer")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": turns("1 + 1?", "Two."), "weight": "high"},
+        {"messages": turns("1 + 1?", "Two."), "tools": "[{no JSON"},
+        {"messages": [turns("1 + 1?", "Two.")[0], {**turns("1 + 1?", "Two.")[1], "loss": "no"}]},
+        {"messages": json.dumps(turns("1 + 1?", "Two.")), "weight": -1},
+        {"instruction": "1 + 1?", "output": "Two.", "weight": -1},
+    ],
+    ids=["weight", "tools", "loss", "turns as JSON", "prompt and response"],
+)
+def test_a_wrong_value_is_to_be_corrected_in_its_row(row: dict[str, Any], tmp_path: Path) -> None:
+    (finding,) = check_meta(mixture(tmp_path, [row])).findings()
+    assert (finding.rule, finding.advice) == ("wrong_format", "correct the row as the finding says")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"said": "Hm."},
+        {"messages": [{"role": "user"}]},
+        {"messages": {"user": "Hm."}},
+        {"messages": [{"by": "user"}]},
+    ],
+    ids=["no column", "no content", "no list", "no role"],
+)
+def test_a_row_of_other_names_is_for_columns_and_tags(row: dict[str, Any], tmp_path: Path) -> None:
+    (finding,) = check_meta(mixture(tmp_path, [row])).findings()
+    assert (finding.rule, finding.advice) == ("wrong_format", RULES["wrong_format"].advice)
+
+
+def test_a_pair_of_equal_answers_is_warned_about(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1 + 1?", "chosen": "Two.", "rejected": "Two."},
+        {"prompt": "1 + 2?", "chosen": "Three.", "rejected": "Two."},
+        {"prompt": "1 + 3?", "chosen": "Four."},
+    ]
+    equal, incomplete = check_meta(mixture(tmp_path, rows), task="preference").findings()
+    assert (equal.row, equal.rule, equal.severity) == (0, "equal_answers", "warning")
+    assert (incomplete.row, incomplete.rule) == (2, "wrong_format")
+    assert incomplete.advice == "correct the row as the finding says"
 
 
 def test_fields_of_turns_and_parts_that_nothing_reads_are_noted_once(tmp_path: Path) -> None:

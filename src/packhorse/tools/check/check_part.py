@@ -45,12 +45,16 @@ class CheckSettings:
 
 
 class RawFinding(NamedTuple):
-    """A finding of a part: the row's number, what was found, and its location in the file."""
+    """A finding of a part: the row's number, what was found, and its location in the file.
+
+    ``advice`` is empty for that of the rule.
+    """
 
     row: int
     rule: str
     severity: str
     found: str
+    advice: str
     location: str
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -18,13 +19,26 @@ from packhorse.families.encoder import PROCESSOR_ERRORS
 from packhorse.formats.conversation import parse_documents
 from packhorse.formats.convert import convert_row
 from packhorse.formats.meta import DatasetConfig
-from packhorse.formats.row_format import PLACEHOLDER, ROLES, Layout, RowFormat, row_layout, turn_names
+from packhorse.formats.row_format import (
+    PLACEHOLDER,
+    ROLES,
+    Layout,
+    RowFormat,
+    parse_turns,
+    row_layout,
+    turn_names,
+)
 from packhorse.rows.row_files import Row
 from packhorse.tools.check.rules import RULES, Violation, violation
 from packhorse.types import MEDIA_KINDS, Conversation, Drop, MediaKind, MediaRef, Message, TextPart
 
 # Consequences of an unknown role, whose turn is dropped with its content.
 _FOLLOW_FROM_ROLE = ("no_assistant_turn", "empty_conversation", "surplus_media", "surplus_placeholder")
+_CORRECT_ROW = "correct the row as the finding says"
+_REASONING_NOT_WRITTEN = (
+    "the chat template does not write reasoning_content: write <think>…</think> into the content, or set "
+    "reasoning to drop"
+)
 # What the processor rejects for its size with a larger ratio of sides, it rejects for its shape.
 _MIN_EXTREME_RATIO = 10
 
@@ -40,14 +54,31 @@ def check_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Violation
         example = convert_row(row, rules, key=key, dataset=config.name, record=drops.append)
         conversations = parse_documents(example, key)
     except BadSample as error:
-        return [violation(error.reason if error.reason in RULES else "wrong_format", error.detail)], ()
+        rule = error.reason if error.reason in RULES else "wrong_format"
+        correct = error.reason == "wrong_format" and _has_known_names(row, config.rules)
+        return [violation(rule, error.detail, advice=_CORRECT_ROW if correct else "")], ()
     violations = [violation(drop.reason, drop.detail) for drop in drops]
     if any(one.rule == "unknown_role" for one in violations):
         violations = [one for one in violations if one.rule not in _FOLLOW_FROM_ROLE]
     else:
         violations += [found for one in conversations if one.messages for found in _check_order(one.messages)]
     violations += [found for one in conversations for found in _check_texts(one)]
+    if len(conversations) == 2 and conversations[0].messages == conversations[1].messages:
+        violations.append(violation("equal_answers", "the chosen and the rejected answer are the same"))
     return violations, conversations
+
+
+def _has_known_names(row: Row, rules: RowFormat) -> bool:
+    """Return whether columns and tags fit the row: it has a conversation whose turns have role and content."""
+    try:
+        column = row_layout(row, rules).columns.get("messages")
+    except BadSample:
+        return False
+    turns = parse_turns(row.get(column)) if column is not None else ()
+    if not isinstance(turns, list | tuple):
+        return not isinstance(turns, Mapping)
+    names = (turn_names(rules.tags, turn) for turn in turns if isinstance(turn, Mapping))
+    return all(None not in one for one in names)
 
 
 def _check_order(messages: Sequence[Message]) -> Iterator[Violation]:
@@ -191,7 +222,20 @@ class EncodingRules:
         if not isinstance(counted, BadSample):
             for turn, dropped in self.counter.encoder.dropped_characters(conversation):
                 found = f"the chat template drops {dropped:,} characters of the answer in turn {turn}"
-                yield violation("answer_shortened", found)
+                reasons = conversation.messages[turn].extras.get("reasoning_content")
+                advice = _REASONING_NOT_WRITTEN if reasons and not self._writes_reasoning else ""
+                yield violation("answer_shortened", found, advice=advice)
+
+    @cached_property
+    def _writes_reasoning(self) -> bool:
+        """Whether the chat template writes ``reasoning_content``, if only that of the last answer."""
+        thought = "packhorse_thought"
+        answer = Message("assistant", (TextPart("A."),), {"reasoning_content": thought})
+        probe = Conversation((Message("user", (TextPart("Q."),)), answer))
+        try:
+            return thought in self.counter.encoder.render_conversation(probe)
+        except BadSample:
+            return True  # unknown
 
     def _check_count(self, counted: Counted | BadSample) -> Iterator[Violation]:
         if isinstance(counted, BadSample):

@@ -27,7 +27,7 @@ class Rule:
         name: for reports and ``--ignore``; also the ledger's reason for the same defect.
         severity: of its findings, unless something makes them worse (see :attr:`about`).
         about: what it finds, in a line.
-        advice: what to do.
+        advice: what to do, unless a finding has advice of its own.
         stage: the ledger's stage at which the row would be lost later.
         needs: what it cannot be applied without.
         repair: what a cleaned copy does about it, unless it drops the row.
@@ -76,6 +76,13 @@ _ALL = (
         "error",
         "a row is no conversation under the declared columns and tags",
         "set columns and tags in the meta file to those of the rows, or correct the row",
+        "convert",
+    ),
+    Rule(
+        "equal_answers",
+        "warning",
+        "the chosen and the rejected answer of a pair are the same, so it shows no preference",
+        "correct one of the answers, or delete the row",
         "convert",
     ),
     Rule(
@@ -272,11 +279,12 @@ class Violation(NamedTuple):
     rule: str
     severity: Severity
     found: str
+    advice: str = ""  # what to do; empty for the rule's advice
 
 
-def violation(rule: str, found: str, severity: Severity | None = None) -> Violation:
-    """Return what a rule has found, with the rule's severity unless another is given."""
-    return Violation(rule, severity or RULES[rule].severity, on_one_line(mask_secrets(found)))
+def violation(rule: str, found: str, severity: Severity | None = None, *, advice: str = "") -> Violation:
+    """Return what a rule has found, with the rule's severity and advice unless others are given."""
+    return Violation(rule, severity or RULES[rule].severity, on_one_line(mask_secrets(found)), advice)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,15 +98,16 @@ class CheckedFile:
         self.relative |= part.relative
         self.found |= part.found
 
-    def finding(self, row: int | None, rule: str, severity: Any, found: str, location: str) -> Finding:
+    def finding(
+        self, row: int | None, rule: str, severity: Any, found: str, advice: str, location: str
+    ) -> Finding:
         """Return a finding about a row, or about the file (None)."""
         file_name = mask_secrets(self.config.file_name)
         head = location.removeprefix(f"{self.file.name}:").partition(" ")[0] if self.file is not None else ""
         line = int(head) if row is not None and head.isdecimal() else None
         key = self.name if row is None else row_key(self.name, row)
-        return Finding(
-            rule, severity, self.name, row, key, file_name, line, location, found, RULES[rule].advice
-        )
+        advice = advice or RULES[rule].advice
+        return Finding(rule, severity, self.name, row, key, file_name, line, location, found, advice)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers for JSON."""
@@ -181,7 +182,7 @@ class CheckReport:
         for index, file in enumerate(self.files):
             for rule, found in file.notes:
                 location = mask_secrets(file.config.file_name)
-                yield file.finding(None, rule, RULES[rule].severity, found, location)
+                yield file.finding(None, rule, RULES[rule].severity, found, "", location)
             own = (finding for part in range(file.parts) for finding in self.spool.get(index, part)[0])
             twins = (twin for twin in self.duplicates_in(file) if twin.rule not in self.settings.ignored)
             for raw in merge(own, twins, key=lambda finding: finding.row):
@@ -191,7 +192,7 @@ class CheckReport:
         """Yield the findings about duplicates in one dataset, in the order of rows."""
         if file.file is not None:
             for row, rule, found in self.duplicates[file.name].findings():
-                yield RawFinding(row, rule, RULES[rule].severity, found, file.file.location(row))
+                yield RawFinding(row, rule, RULES[rule].severity, found, "", file.file.location(row))
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything for JSON but the findings, which may be many (see :meth:`findings`)."""
