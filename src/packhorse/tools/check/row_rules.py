@@ -69,7 +69,7 @@ def check_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Violation
 
 
 def _has_known_names(row: Row, rules: RowFormat) -> bool:
-    """Return whether columns and tags fit the row: it has a conversation whose turns have role and content."""
+    """Return whether columns and tags fit the row: its turns are found, with role and content."""
     try:
         column = row_layout(row, rules).columns.get("messages")
     except BadSample:
