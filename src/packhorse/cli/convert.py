@@ -83,7 +83,9 @@ def _print(converted: Converted) -> None:
         out.lines(f"{dataset.name}: {count:,} {reason}" for reason, count in dataset.reasons.items())
     files = f", {terminal.number_of(converted.media_files, 'media file')}" if converted.media_files else ""
     out.line(f"wrote {converted.out} ({terminal.number_of(total['written'], 'row')}){files}")
-    out.line(f"{converted.ledger} lists what was dropped or changed")
+    out.lines(f"{one.name}: {advice}" for one in converted.datasets if (advice := one.found.advice()))
+    if Path(converted.ledger).stat().st_size:
+        out.line(f"{converted.ledger} lists what was dropped or changed")
     options = dict(converted.options)
     read_with = [f"task={options.pop('task')!r}"] if "task" in options else []
     read_with += [f"dataset_options={options!r}"] if options else []

@@ -87,6 +87,21 @@ def test_rows_become_messages_and_columns_and_the_rest_is_in_the_ledger(tmp_path
     assert f"{tmp_path}/out.ledger.jsonl lists what was dropped or changed\n" in result.stdout
 
 
+def test_only_a_ledger_with_entries_is_named(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"conversations": from_value()}])
+    result = run(tmp_path / "rows.jsonl", tmp_path / "out.jsonl")
+    assert result.exit_code == 0, result.output
+    assert "dropped or changed" not in result.stdout
+
+
+def test_media_that_no_text_mentions_have_the_advice_of_check(tmp_path: Path) -> None:
+    (tmp_path / "1.png").write_bytes(png())
+    write_rows(tmp_path / "rows.jsonl", [{"conversations": from_value(), "image": "1.png"}])
+    result = run(tmp_path / "rows.jsonl", tmp_path / "out.jsonl")
+    assert "rows: no text mentions the media of its row" in " ".join(result.stdout.split())
+    assert 'set media_position to "first"' in " ".join(result.stdout.split())
+
+
 @pytest.mark.parametrize("form", WRITERS)
 def test_every_file_type_is_converted(form: str, tmp_path: Path) -> None:
     rows = [{"instruction": f"Count to {n}.", "input": "", "output": "1, " * n} for n in range(1, 40)]
