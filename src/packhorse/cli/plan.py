@@ -103,8 +103,8 @@ def plan(
         sizes = numbers_in("pack_size", [pack_size])
         swept = None if sweep is None else parse_sweep(sweep)
         if swept is not None and (out or ranks or len(sizes) > 1):
-            given = "--out" if out else "--ranks" if ranks else "several pack sizes"
-            raise ConfigError(f"--sweep compares values without a plan: omit {given}", setting="sweep")
+            given = "omit --out" if out else "omit --ranks" if ranks else "give one pack size"
+            raise ConfigError(f"--sweep compares values without a plan: {given}", setting="sweep")
         if len(sizes) > 1 and (out or ranks):
             given = "--out" if out else "--ranks"
             raise ConfigError(
