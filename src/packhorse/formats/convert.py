@@ -213,7 +213,7 @@ class _Conversion:
         self._add_system(conversation)
         if self.rules.media_position == "first":
             self._place_first(conversation)
-        for kind, rest in self.media.items():
+        for kind, rest in self.media.items() if conversation else ():
             if surplus := sum(not _is_empty(entry) for entry in rest):
                 self._report("surplus_media", f"{surplus} more {kind}(s) than user turns mention", "cut")
         if not conversation:

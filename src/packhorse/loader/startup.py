@@ -422,6 +422,10 @@ def _check_is_file(path: str) -> None:
     if not os.path.exists(path):
         message = f"data {path}: no such file or directory. Expected {_EXPECTED}"
         raise ConfigError(message, setting="data", path=path)
+    if any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")):
+        remedy = f"pass datasets.load_from_disk({path!r}), of several splits one"
+        message = f"data {path} is a folder of the datasets library (save_to_disk): {remedy}"
+        raise ConfigError(message, setting="data", path=path)
     if os.path.isdir(path):
         data_files = (name for name in sorted(os.listdir(path)) if name.endswith(DATA_SUFFIXES))
         file, kind, advice = os.path.join(path, next(data_files, "train.jsonl")), "a directory", "Pass"

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import datasets
 import pytest
 import torch
 
@@ -287,3 +288,9 @@ def test_media_that_the_processor_makes_no_tensor_of_are_bad_samples() -> None:
     assert {int(drop.key): drop.reason for drop in loader.ledger} == dict.fromkeys(
         set(range(20)) - plain, "media_mismatch"
     )
+
+
+def test_a_folder_of_the_datasets_library_says_how_to_load_it(tmp_path: Path) -> None:
+    datasets.Dataset.from_list([{"messages": []}]).save_to_disk(str(tmp_path / "saved"))
+    with raises_config("data", path=str(tmp_path / "saved"), match="load_from_disk"):
+        packhorse.load(str(tmp_path / "saved"), processor("qwen2_vl"), mode="pad")
