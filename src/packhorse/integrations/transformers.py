@@ -411,7 +411,8 @@ def prepare(
             ``torch.compile``.
         attn_implementation: ``"varlen"``, ``"flash_attention_2"``, ``"flex_attention"``, ``"sdpa"`` or
             ``"eager"``; ``"auto"`` chooses the first of these that is right for the model (without a GPU
-            ``"sdpa"`` first).
+            ``"sdpa"`` first). Or another name of transformers, a flash kernel of the Hub, or a registered
+            function (:func:`packhorse.integrations.attention.declare_batch_format`).
         device: to train on; None for a GPU if there is one, else the model's.
         dtype: of the weights in computations, if different from now (mixed precision of FSDP).
         autocast: the dtype of ``torch.autocast`` around the forward pass (``bf16=True`` in the Trainer).
