@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from packhorse.chat import Processor, is_tokenizer, pad_token_id
-from packhorse.collate.batch_formats import batch_format_of
+from packhorse.collate.batch_formats import CONTIGUOUS, batch_format_of
 from packhorse.collate.packed import check_takes_batches_of
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import contents_of
@@ -46,7 +46,7 @@ from packhorse.families.models import (
     media_parts,
     resolve_model,
 )
-from packhorse.families.packing import check_packable, inspect_packing
+from packhorse.families.packing import boundaries_error, check_packable, inspect_packing
 from packhorse.families.qwen_vl import RopeIndex, rope_index
 from packhorse.formats.conversation import parse_conversation, parse_documents
 from packhorse.formats.in_memory import ConvertedRows, open_examples
@@ -92,6 +92,7 @@ class ModelInfo:
         config: its config; None if unknown.
         name: class of the model or config; ``"unchecked"``, or ``"none"`` without a model.
         loaded: whether the model itself is known; a config does not determine the attention that runs.
+        no_boundaries: why attention that takes boundaries of documents would be wrong; empty if it is right.
     """
 
     get_rope_index: RopeIndex | None = None
@@ -101,6 +102,7 @@ class ModelInfo:
     config: Any = None
     name: str = UNCHECKED
     loaded: bool = False
+    no_boundaries: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +287,7 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
         config,
         type(known).__name__,
         inner is not None,
+        inspect_packing(model).no_boundaries if packed else "",
     )
 
 
@@ -322,7 +325,8 @@ def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
     if config.pad_to_size and config.pack_size % config.alignment:
         expected = f"pad_to_size=True needs a multiple of alignment={config.alignment}"
         raise ConfigError.of("pack_size", config.pack_size, expected)
-    batch_format_of(attn_backend(config, model))
+    if batch_format_of(attn_backend(config, model)) in CONTIGUOUS and model.no_boundaries:
+        raise boundaries_error(model.no_boundaries)
     check_router_loss(model.config)
     if model.loaded and config.attn_implementation is not None:
         check_takes_batches_of(model.name, model.attn_implementation, config.attn_implementation)
