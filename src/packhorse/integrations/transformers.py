@@ -18,15 +18,15 @@ import torch
 
 from packhorse.collate.packed import model_inputs
 from packhorse.errors import ConfigError, require
-from packhorse.families.models import check_router_loss, honours_shift_labels, make_honour_shift_labels
+from packhorse.families.models import honours_shift_labels, make_honour_shift_labels, models_in
+from packhorse.families.router_loss import check_model_router_loss, check_router_loss, install_router_loss
 from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
 from packhorse.integrations.loss import (
+    batch_loss,
     check_plain_answers,
     count_batch_supervised,
     count_supervised,
     evaluate,
-    loss_weights_of,
-    token_loss,
 )
 from packhorse.integrations.trainer_feed import TrainerFeed, check_model, check_world
 from packhorse.loader.loader import Loader
@@ -53,7 +53,8 @@ class TrainFromLoader:
 
     - The loader assigns batches to ranks; ``per_device_train_batch_size`` has no effect.
     - The loss is one mean over the supervised tokens of all ranks and accumulated micro-steps; a weighted one
-      if rows have loss weights.
+      if rows have loss weights. With ``output_router_logits=True`` each micro-batch adds the auxiliary loss
+      of the router as :func:`packhorse.batch_loss` says.
     - Each checkpoint holds the loader's state; ``resume_from_checkpoint`` resumes after the last trained
       batch, without loading earlier ones, also with another number of ranks.
     - The loader's metrics are logged with the loss.
@@ -87,7 +88,8 @@ class TrainFromLoader:
                 "compute_loss in your class",
                 setting="compute_loss_func",
             )
-        check_router_loss(getattr(self.model, "config", None))  # type: ignore[attr-defined]
+        for routed in models_in(self.model):  # type: ignore[attr-defined]
+            check_model_router_loss(routed)
         self._check_metrics(self.eval_dataset)  # type: ignore[attr-defined]
         args.ignore_data_skip = True  # the loader skips used batches
         self.model_accepts_loss_kwargs = True  # for versions without loss_is_scaled_for_ga
@@ -193,7 +195,7 @@ class TrainFromLoader:
         outputs = model(**model_inputs(inputs))
         tokens = count_batch_supervised(inputs) if num_items_in_batch is None else num_items_in_batch
         ranks = int(self.accelerator.num_processes)  # type: ignore[attr-defined]
-        loss = token_loss(outputs.logits, inputs["labels"], tokens, ranks, loss_weights_of(inputs))
+        loss = batch_loss(model, outputs, inputs, tokens, ranks)
         return (loss, outputs) if return_outputs else loss
 
     def evaluate(
@@ -360,7 +362,9 @@ def prepare(
 
     Sets the decoder's attention (not the vision tower's) and ``use_cache=False``: with a cache, transformers
     takes each row for one document. If the installed transformers would shift the labels of a batch again,
-    the model gets hooks that compute its loss from ``shift_labels``. Weights do not change.
+    the model gets hooks that compute its loss from ``shift_labels``. A mixture of experts gets a forward pass
+    in which only tokens of documents count in the auxiliary loss of its router
+    (``output_router_logits=True``). Weights do not change.
 
     Args:
         model: the model, before or after it is moved to its device.
@@ -378,7 +382,7 @@ def prepare(
     Raises:
         ConfigError: the backend would be wrong for this model, or the model cannot be trained on packs.
     """
-    check_router_loss(model.config)
+    check_router_loss(model.config, True)
     backend = choose_attention(
         inspect_attention(model, device, dtype, autocast), attn_implementation, longest
     )
@@ -386,5 +390,6 @@ def prepare(
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = False
     make_honour_shift_labels(model)
+    install_router_loss(model)
     logger.info("%s runs with %s attention", type(model).__name__, backend)
     return backend

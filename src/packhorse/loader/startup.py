@@ -40,13 +40,13 @@ from packhorse.families.models import (
     as_whole_processor,
     attention_of,
     check_packable,
-    check_router_loss,
     check_shift_labels,
     is_unchecked,
     media_parts,
     resolve_model,
 )
 from packhorse.families.qwen_vl import RopeIndex, rope_index
+from packhorse.families.router_loss import check_router_loss, has_router_loss, is_installed
 from packhorse.formats.conversation import parse_conversation, parse_documents
 from packhorse.formats.in_memory import ConvertedRows, open_examples
 from packhorse.formats.meta import (
@@ -91,6 +91,7 @@ class ModelInfo:
         config: its config; None if unknown.
         name: class of the model or config; ``"unchecked"``, or ``"none"`` without a model.
         loaded: whether the model itself is known; a config does not determine the attention that runs.
+        counts_documents: whether the model takes the tokens that count in its router's auxiliary loss.
     """
 
     get_rope_index: RopeIndex | None = None
@@ -100,6 +101,7 @@ class ModelInfo:
     config: Any = None
     name: str = UNCHECKED
     loaded: bool = False
+    counts_documents: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +279,7 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
         config,
         type(known).__name__,
         inner is not None,
+        is_installed(inner),
     )
 
 
@@ -295,6 +298,8 @@ def _check_processor(processor: Processor, model: ModelInfo) -> None:
 def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
     """Raise if batches cannot be built with these settings, or would be wrong for the model."""
     model, family = opened.model, opened.encoder.family
+    if has_router_loss(model.config):
+        _check_adds_router_loss(config)
     if config.mode == "pad":
         return
     pad_token_id(opened.processor)
@@ -317,9 +322,23 @@ def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
     if attn_backend(config, model) not in ATTENTION:
         expected = f"packs cannot be collated for it; load {model.name} with one of {', '.join(ATTENTION)}"
         raise ConfigError.of("attn_implementation", model.attn_implementation, expected)
-    check_router_loss(model.config)
+    check_router_loss(model.config, model.counts_documents)
     if model.loaded and config.attn_implementation is not None:
         check_takes_batches_of(model.name, model.attn_implementation, config.attn_implementation)
+
+
+def _check_adds_router_loss(config: LoaderConfig) -> None:
+    """Raise for a loss without the auxiliary loss of the model's router."""
+    without = "preference losses do" if config.task == "preference" else ""
+    if config.pipeline_microbatches is not None:
+        without = "the loss of a pipeline does"
+    if without:
+        raise ConfigError.of(
+            "output_router_logits",
+            True,
+            f"{without} not contain the auxiliary loss of the router. Set "
+            "model.config.get_text_config().output_router_logits = False",
+        )
 
 
 def attn_backend(config: LoaderConfig, model: ModelInfo) -> str:
