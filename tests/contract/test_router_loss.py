@@ -50,7 +50,7 @@ def adds_router_loss(model: Any) -> bool:
 
 
 @cache
-def routed(name: str) -> Any:
+def routing_model(name: str) -> Any:
     """A tiny decoder whose experts get very different numbers of tokens, with a large auxiliary loss."""
     torch.manual_seed(0)
     model = with_random_weights(decoder(name))
@@ -66,7 +66,7 @@ def routed(name: str) -> Any:
 
 
 ROUTED = [name for name in _DECODERS if "moe" in name or name in ("gpt_oss", "minimax_m2", "mixtral")]
-ROUTED = [name for name in ROUTED if adds_router_loss(routed(name))]
+ROUTED = [name for name in ROUTED if adds_router_loss(routing_model(name))]
 
 
 def documents() -> list[list[Sample]]:
@@ -84,7 +84,7 @@ def documents() -> list[list[Sample]]:
     return rows
 
 
-def packed(model: Any, backend: str) -> dict[str, Any]:
+def packed_batch(model: Any, backend: str) -> dict[str, Any]:
     """All documents in two rows; one of them is a placeholder, others are padded to a multiple of 4."""
     packs = [Packer(LENGTH, sequence_alignment=4).join(row) for row in documents()]
     batch = collate_packs(packs, None, 0, LENGTH, backend, config=model.config)
@@ -93,7 +93,7 @@ def packed(model: Any, backend: str) -> dict[str, Any]:
     return loss_inputs(batch)
 
 
-def padded(order: int = 1, width: int = 13) -> dict[str, Any]:
+def padded_batch(order: int = 1, width: int = 13) -> dict[str, Any]:
     """All documents but the placeholder, one in each row."""
     rows = documents()
     del rows[PLACEHOLDER[0]][PLACEHOLDER[1] - 1]
@@ -108,7 +108,7 @@ def padded(order: int = 1, width: int = 13) -> dict[str, Any]:
     return {**made, "shift_labels": made["labels"], "use_cache": False}
 
 
-def computed(model: Any, batch: dict[str, Any], learns: bool = True) -> dict[str, Any]:
+def losses_of(model: Any, batch: dict[str, Any], learns: bool = True) -> dict[str, Any]:
     """Auxiliary loss, loss and gradients."""
     model.zero_grad(set_to_none=True)
     with torch.set_grad_enabled(learns):
@@ -133,25 +133,25 @@ def all_count(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_packed_equals_padded(name: str, backend: str, parity: Any) -> None:
-    plain = copy.deepcopy(routed(name))
+    plain = copy.deepcopy(routing_model(name))
     model = copy.deepcopy(plain)
     install_router_loss(model)
     use_attention(model, backend)
     learns = backend != "flex_attention"  # it has no backward pass on a CPU
-    expected, *others = (computed(plain, padded(*how), learns) for how in ((1, 13), (-1, 13), (1, 20)))
-    batch = packed(model, backend)
-    control = computed(model, all_count(batch), learns)
-    check_same(computed(model, batch, learns), expected, others, control, parity)
-    unpacked = computed(model, padded(), learns)
+    expected, *others = (losses_of(plain, padded_batch(*how), learns) for how in ((1, 13), (-1, 13), (1, 20)))
+    batch = packed_batch(model, backend)
+    control = losses_of(model, all_count(batch), learns)
+    check_same(losses_of(model, batch, learns), expected, others, control, parity)
+    unpacked = losses_of(model, padded_batch(), learns)
     use_attention(model, plain.config._attn_implementation)
-    again = computed(model, padded(), learns)
+    again = losses_of(model, padded_batch(), learns)
     assert torch.equal(again["loss"], expected["loss"]), "a padded batch has the loss that it had before"
     assert unpacked["auxiliary loss"].isfinite()
 
 
 @pytest.mark.parametrize("name", ROUTED)
 def test_packs_have_the_losses_and_gradients_of_a_padded_batch(name: str, parity: Any) -> None:
-    check_packed_equals_padded(name, routed(name).config._attn_implementation, parity)
+    check_packed_equals_padded(name, routing_model(name).config._attn_implementation, parity)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -161,14 +161,14 @@ def test_packs_of_every_attention_have_the_losses_of_a_padded_batch(backend: str
 
 
 def test_every_accepted_decoder_with_a_router_loss_is_tested() -> None:
-    assert [name for name in _DECODERS if adds_router_loss(routed(name))] == ROUTED
+    assert [name for name in _DECODERS if adds_router_loss(routing_model(name))] == ROUTED
     assert {"mixtral", "olmoe", "qwen2_moe", "gpt_oss", "granitemoe", "ernie4_5_moe"} <= set(ROUTED)
 
 
 @pytest.fixture
 def mixtral() -> Any:
     """A prepared model, and a batch for it."""
-    model = copy.deepcopy(routed("mixtral"))
+    model = copy.deepcopy(routing_model("mixtral"))
     prepare(model, "sdpa", device="cpu")
     return model
 
@@ -178,7 +178,7 @@ def gradients_of(model: Any) -> torch.Tensor:
 
 
 def test_a_batch_of_placeholders_alone_adds_nothing_to_the_router(mixtral: Any) -> None:
-    batch = packed(mixtral, "sdpa")
+    batch = packed_batch(mixtral, "sdpa")
     batch["router_mask"] = torch.zeros_like(batch["router_mask"])
     batch["labels"].fill_(-100)
     output = mixtral(**batch, num_items_in_batch=10)
@@ -189,7 +189,7 @@ def test_a_batch_of_placeholders_alone_adds_nothing_to_the_router(mixtral: Any) 
 
 
 def test_the_output_is_a_tuple_where_the_caller_wants_one(mixtral: Any) -> None:
-    batch = packed(mixtral, "sdpa")
+    batch = packed_batch(mixtral, "sdpa")
     with torch.no_grad():
         whole, as_tuple = mixtral(**batch, return_dict=True), mixtral(**batch, return_dict=False)
     assert isinstance(as_tuple, tuple)
@@ -203,13 +203,15 @@ def wrappers(model: Any) -> Iterator[tuple[str, Any]]:
     yield "copy", copy.deepcopy(model)
     yield "compiled", torch.compile(copy.deepcopy(model), backend="eager")
     yield "peft", get_peft_model(copy.deepcopy(model), LoraConfig(r=2, target_modules=["q_proj"]))
-    adapted = get_peft_model(copy.deepcopy(routed("mixtral")), LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted = get_peft_model(
+        copy.deepcopy(routing_model("mixtral")), LoraConfig(r=2, target_modules=["q_proj"])
+    )
     prepare(adapted, "sdpa", device="cpu")
     yield "peft, prepared after", adapted
 
 
 def test_the_loss_is_the_same_in_wrappers(mixtral: Any, parity: Any) -> None:
-    batch = packed(mixtral, "sdpa")
+    batch = packed_batch(mixtral, "sdpa")
     with torch.no_grad():
         right, control = mixtral(**batch), mixtral(**all_count(batch))
         for name, model in wrappers(mixtral):
@@ -227,12 +229,12 @@ def test_the_loss_is_the_same_in_wrappers(mixtral: Any, parity: Any) -> None:
 def test_gradient_checkpointing_has_the_same_gradients_and_must_not_be_reentrant(
     mixtral: Any, parity: Any
 ) -> None:
-    batch = packed(mixtral, "sdpa")
-    expected, control = computed(mixtral, batch), computed(mixtral, all_count(batch))
+    batch = packed_batch(mixtral, "sdpa")
+    expected, control = losses_of(mixtral, batch), losses_of(mixtral, all_count(batch))
     mixtral.train()
-    other = computed(mixtral, batch)
+    other = losses_of(mixtral, batch)
     mixtral.gradient_checkpointing_enable({"use_reentrant": False})
-    check_same(computed(mixtral, batch), expected, [other], control, parity)
+    check_same(losses_of(mixtral, batch), expected, [other], control, parity)
     mixtral.gradient_checkpointing_enable({"use_reentrant": True})
     mixtral.enable_input_require_grads()
     with raises_config("gradient_checkpointing_kwargs", match="use_reentrant"):
@@ -240,12 +242,12 @@ def test_gradient_checkpointing_has_the_same_gradients_and_must_not_be_reentrant
 
 
 def test_generation_and_other_batches_run_as_before(mixtral: Any) -> None:
-    plain, ids = routed("mixtral"), padded()["input_ids"][:1, :9]
+    plain, ids = routing_model("mixtral"), padded_batch()["input_ids"][:1, :9]
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
     for more in ({}, {"cache_implementation": "static", "disable_compile": True}):
         expected = plain.generate(ids, **options, **more)
         assert torch.equal(mixtral.generate(ids, **options, **more), expected)
-    batch = packed(mixtral, "sdpa")
+    batch = packed_batch(mixtral, "sdpa")
     mixtral.config.output_router_logits = False
     assert "router_mask" not in loss_inputs(collate_packs([Packer(9).join(documents()[0][:1])], None))
     with torch.no_grad():
@@ -253,7 +255,7 @@ def test_generation_and_other_batches_run_as_before(mixtral: Any) -> None:
 
 
 def test_a_decoder_that_gets_no_mask_is_an_error(mixtral: Any) -> None:
-    batch = packed(mixtral, "sdpa")
+    batch = packed_batch(mixtral, "sdpa")
     decode = mixtral.model.forward
 
     class Deaf(type(mixtral)):  # type: ignore[misc]
@@ -361,7 +363,7 @@ def seeing() -> Any:
     ).eval()
 
 
-def mixed() -> list[dict[str, Any]]:
+def image_rows() -> list[dict[str, Any]]:
     draw = random.Random(0)
     return [
         chat("why " * draw.randint(1, 9), "so it is", *([image(draw)] if number < 3 else []))
@@ -369,29 +371,41 @@ def mixed() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("mode", ["pack", "pad"])
+def batches_with_placeholders(model: Any, **settings: Any) -> Iterator[packhorse.Batch]:
+    """Those of two ranks that have both samples and a placeholder image."""
+    settings = {"model": model, "pack_size": 256, "num_workers": 0, **settings}
+    for rank in range(2):
+        world = packhorse.World(rank, 2)
+        for batch in packhorse.load(image_rows(), processor("qwen3_vl"), world=world, **settings):
+            if batch.info.placeholder and not batch.info.is_padding:
+                yield batch
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])
-def test_placeholders_of_a_loader_do_not_count(seeing: Any, attention: str, mode: str, parity: Any) -> None:
+def test_placeholders_of_a_loader_do_not_count(seeing: Any, attention: str, parity: Any) -> None:
     model = copy.deepcopy(seeing)
     prepare(model, attention, device="cpu")
-    settings: dict[str, Any] = {"model": model, "pack_size": 256, "num_workers": 0}
-    settings |= {"mode": mode, "batch_size": 2} if mode == "pad" else {"max_documents": 2}
-    checked = 0
-    for rank in range(2):
-        for batch in packhorse.load(
-            mixed(), processor("qwen3_vl"), world=packhorse.World(rank, 2), **settings
-        ):
-            assert int(batch["router_mask"].sum()) == batch.info.tokens
-            if not batch.info.placeholder or batch.info.is_padding:
-                continue
-            checked += 1
-            rows = [mixed()[index] for index in batch.info.samples]
-            with torch.no_grad():
-                found, control = (model(**some).aux_loss for some in (batch, all_count(batch)))
-                expected, wide = (unpacked_loss(seeing, rows, to_size) for to_size in (False, True))
-            floor, away = noise_floor(expected, wide), largest_difference(control, expected)
-            parity.check("auxiliary loss", largest_difference(found, expected), floor, away)
-    assert checked
+    batches = list(batches_with_placeholders(model, max_documents=2))
+    assert batches
+    for batch in batches:
+        assert int(batch["router_mask"].sum()) == batch.info.tokens
+        rows = [image_rows()[index] for index in batch.info.samples]
+        with torch.no_grad():
+            found, control = (model(**some).aux_loss for some in (batch, all_count(batch)))
+            expected, wide = (unpacked_loss(seeing, rows, to_size) for to_size in (False, True))
+        floor, away = noise_floor(expected, wide), largest_difference(control, expected)
+        parity.check("auxiliary loss", largest_difference(found, expected), floor, away)
+
+
+def test_placeholders_of_padded_batches_do_not_count_in_a_prepared_model(seeing: Any) -> None:
+    model = copy.deepcopy(seeing)
+    prepare(model, "sdpa", device="cpu")
+    batches = list(batches_with_placeholders(model, mode="pad", batch_size=1))
+    assert batches
+    for batch in batches:
+        of_samples = torch.tensor([[key != ""] for (key,) in batch.info.document_keys])
+        assert torch.equal(batch["router_mask"], (batch["attention_mask"] > 0) & of_samples)
+        assert model(**batch).loss.isfinite()
 
 
 def unpacked_loss(model: Any, rows: list[dict[str, Any]], pad_to_size: bool) -> torch.Tensor:
@@ -407,7 +421,8 @@ def unpacked_loss(model: Any, rows: list[dict[str, Any]], pad_to_size: bool) -> 
 
 def test_a_batch_of_a_rank_without_samples_has_no_loss(experts: Any) -> None:
     prepare(experts, "varlen", device="cpu")
-    (empty,) = load(experts, pack_size=2048, world=packhorse.World(1, 2))
+    settings: dict[str, Any] = {"model": experts, "pack_size": 512, "world": packhorse.World(1, 2)}
+    (empty,) = packhorse.load(texts(1), processor("qwen3_vl"), **settings)
     assert empty.info.is_padding
     assert not empty["router_mask"].any()
     output = experts(**model_inputs(empty, experts))
@@ -535,7 +550,8 @@ def test_a_class_that_drops_shift_labels_has_the_router_loss(experts: Any, mode:
         load(dropping, mode="pad")
     for model in (experts, dropping):
         prepare(model, "sdpa")
-        assert is_installed(model) and has_router_loss(model.config)
+        assert is_installed(model)
+        assert has_router_loss(model.config)
     (batch,) = load(dropping, mode=mode, **({"batch_size": 12} if mode == "pad" else {"pack_size": 2048}))
     with torch.no_grad():
         right, found = experts(**batch), dropping(**batch).loss

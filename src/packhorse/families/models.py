@@ -476,7 +476,9 @@ def router_loss_coefficient(model: object) -> float:
         for name in ("router_aux_loss_coef", "aux_loss_coef"):
             if (value := getattr(owner, name, None)) is not None:
                 return float(value)
-    what = f"{type(inner).__name__} has no router_aux_loss_coef, so the weight of its auxiliary loss is unknown"
+    what = (
+        f"{type(inner).__name__} has no router_aux_loss_coef, so the weight of its auxiliary loss is unknown"
+    )
     raise ConfigError(what, setting="router_aux_loss_coef")
 
 

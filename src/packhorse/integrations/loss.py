@@ -75,9 +75,7 @@ def token_loss(
     return summed * _scale(tokens, replicas, summed.device)
 
 
-def _scale(
-    tokens: float | torch.Tensor, replicas: int, device: torch.device
-) -> float | torch.Tensor:
+def _scale(tokens: float | torch.Tensor, replicas: int, device: torch.device) -> float | torch.Tensor:
     """Return what a sum over tokens is multiplied by."""
     if isinstance(tokens, torch.Tensor):
         # 0 tokens give a sum of 0; a sum of weights may be below 1.
