@@ -1,10 +1,10 @@
 """The auxiliary loss of a mixture of experts, in which only tokens of documents count.
 
-With ``output_router_logits=True`` the head of a model computes it from the router logits of all tokens and the
-attention mask [B, S]. The mask of a packed batch has another form, or there is none, and the tokens of
+With ``output_router_logits=True`` the head of a model computes it from the router logits of all tokens and
+the attention mask [B, S]. The mask of a packed batch has another form, or there is none, and the tokens of
 placeholders attend like any others. So a packed batch says which tokens count (:data:`ROUTER_MASK`), and
-:func:`install_router_loss` lets the head have these as its attention mask, while its decoder gets the mask of
-the batch. What the head makes of them, and how it scales the loss, differs by class and stays as it is.
+:func:`install_router_loss` gives these to the head as its attention mask, and the mask of the batch to its
+decoder. How the head computes and scales the loss differs by class and does not change.
 """
 
 from __future__ import annotations
@@ -29,16 +29,21 @@ _CACHES = ("past_key_values", "past_key_value", "cache_params")
 
 
 class RoutedTokens:
-    """The tokens that count and the attention mask of a batch, between a head and its decoder.
-
-    Attributes:
-        tokens: int64 [B, S], what the head has as its attention mask; None if the decoder has taken its own.
-        mask: the attention mask of the decoder.
-    """
+    """The attention mask of a batch, between a head that has another one and its decoder."""
 
     def __init__(self) -> None:
-        self.tokens: torch.Tensor | None = None
-        self.mask: Any = None
+        self._shape: torch.Size | None = None
+        self._mask: Any = None
+
+    def hold(self, mask: Any, tokens: torch.Tensor) -> None:
+        """Keep the mask of the decoder, while its head has ``tokens`` as attention mask."""
+        self._shape, self._mask = tokens.shape, mask
+
+    def release(self) -> bool:
+        """Forget the mask; return whether the decoder has got it."""
+        given = self._shape is None
+        self._shape = self._mask = None
+        return given
 
     def give_mask(
         self, module: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
@@ -46,10 +51,10 @@ class RoutedTokens:
         """Replace the mask before the forward pass of the decoder."""
         given = options.get("attention_mask")
         # By shape: FSDP may have copied it.
-        if self.tokens is None or not isinstance(given, torch.Tensor) or given.shape != self.tokens.shape:
+        if self._shape is None or not isinstance(given, torch.Tensor) or given.shape != self._shape:
             return None
-        self.tokens = None
-        return arguments, {**options, "attention_mask": self.mask}
+        self._shape = None
+        return arguments, {**options, "attention_mask": self._mask}
 
 
 def has_router_loss(config: Any) -> bool:
@@ -64,7 +69,7 @@ def is_installed(model: object) -> bool:
 
 
 def check_router_loss(config: Any, installed: bool) -> None:
-    """Raise if packed batches would have another loss than the model's own, besides cross entropy.
+    """Raise if padding would change what the model adds to cross entropy.
 
     Args:
         config: of the model; None if unknown.
@@ -174,18 +179,18 @@ def _run(model: Any, own: Any, router_mask: torch.Tensor, given: dict[str, Any])
     whole = model.config.return_dict if whole is None else whole
     some = router_mask.any()
     # In a batch of placeholders nothing counts, and a mean over no token has no value: it is removed below.
-    state.tokens = (router_mask | ~some).to(torch.int64)
-    state.mask = given.get("attention_mask")
+    tokens = (router_mask | ~some).to(torch.int64)
+    state.hold(given.get("attention_mask"), tokens)
     try:
-        output = own(**{**given, "attention_mask": state.tokens, "return_dict": True})
-        if state.tokens is not None:
-            raise ConfigError(
-                f"{type(model).__name__} does not pass attention_mask on to its decoder, so documents of a "
-                "pack would not be kept apart: set output_router_logits = False",
-                setting="output_router_logits",
-            )
+        output = own(**{**given, "attention_mask": tokens, "return_dict": True})
     finally:
-        state.tokens = state.mask = None
+        complete = state.release()
+    if not complete:
+        raise ConfigError(
+            f"{type(model).__name__} does not pass attention_mask on to its decoder, so documents of a pack "
+            "would not be kept apart: set output_router_logits = False",
+            setting="output_router_logits",
+        )
     auxiliary = output.get("aux_loss")
     if isinstance(auxiliary, torch.Tensor):
         _check_gradient(model, output.logits, auxiliary)

@@ -85,8 +85,8 @@ def step_loss(trainer: Trainer, output: Any, batch: Mapping[str, Any], tokens: f
     """Return the loss for ``training_step``: a mean over the supervised tokens of all ranks and micro-steps.
 
     Applies the loss weights of the batch, and adds the auxiliary loss of a router as
-    :func:`~packhorse.integrations.loss.batch_loss` does. Undoes that Lightning divides by the accumulated micro-steps and
-    that ranks average gradients. To log it, divide by both again and sum: see
+    :func:`~packhorse.integrations.loss.batch_loss` does. Undoes that Lightning divides by the accumulated
+    micro-steps and that ranks average gradients. To log it, divide by both again and sum: see
     ``examples/train_lightning.py``.
 
     Args:
