@@ -24,6 +24,7 @@ ROUTER_MASK = "router_mask"
 """Name of the input that says which tokens count, bool [B, S]."""
 
 _STATE = "_packhorse_router_loss"
+_MARK = "_packhorse_takes_router_mask"
 _OWN_FORWARD = "_packhorse_router_loss_forward"
 _CACHES = ("past_key_values", "past_key_value", "cache_params")
 
@@ -64,8 +65,12 @@ def has_router_loss(config: Any) -> bool:
 
 
 def is_installed(model: object) -> bool:
-    """Return whether :func:`install_router_loss` has changed the model (None: there is none)."""
-    return hasattr(model, _STATE)
+    """Return whether the forward pass of a model takes :data:`ROUTER_MASK`; False without a model."""
+    forward = getattr(model, "forward", None)
+    # Wrappers of a forward pass (Accelerate, torch.compile) name what they call; kernels that replace it do not.
+    while forward is not None and not hasattr(forward, _MARK):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None
 
 
 def check_router_loss(config: Any, installed: bool) -> None:
@@ -91,8 +96,8 @@ def check_router_loss(config: Any, installed: bool) -> None:
             "output_router_logits",
             True,
             "the model counts padding and placeholders in the auxiliary loss of its router, or fails. Call "
-            "packhorse.prepare(model) first, and pass the model itself: packhorse.load(…, model=model). To "
-            "train without this loss, set model.config.get_text_config().output_router_logits = False",
+            "packhorse.prepare(model) first (and after anything that replaces its forward pass), and pass the "
+            "model itself: packhorse.load(…, model=model). To train without this loss, set model.config.get_text_config().output_router_logits = False",
         )
 
 
@@ -150,6 +155,7 @@ def _wrap(original: Any) -> Any:
             return own(*arguments, **options)
         return _run(self, own, router_mask, given)
 
+    setattr(forward, _MARK, True)
     return forward
 
 
@@ -206,7 +212,8 @@ def _check_gradient(model: Any, logits: torch.Tensor, auxiliary: torch.Tensor) -
     """Raise if checkpointed layers have computed router logits without a graph."""
     if auxiliary.requires_grad or not logits.requires_grad or not model.is_gradient_checkpointing:
         return
-    head = {id(weight) for weight in model.get_output_embeddings().parameters()}
+    embeddings = model.get_output_embeddings()
+    head = set() if embeddings is None else {id(weight) for weight in embeddings.parameters()}
     if any(weight.requires_grad and id(weight) not in head for weight in model.parameters()):
         raise ConfigError(
             "the auxiliary loss of the router has no gradient with reentrant gradient checkpointing: set "
