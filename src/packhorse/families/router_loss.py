@@ -67,7 +67,7 @@ def has_router_loss(config: Any) -> bool:
 def is_installed(model: object) -> bool:
     """Return whether the forward pass of a model takes :data:`ROUTER_MASK`; False without a model."""
     forward = getattr(model, "forward", None)
-    # Wrappers of a forward pass (Accelerate, torch.compile) name what they call; kernels that replace it do not.
+    # Accelerate and torch.compile name the forward pass that they call; what replaces it does not.
     while forward is not None and not hasattr(forward, _MARK):
         forward = getattr(forward, "__wrapped__", None)
     return forward is not None
@@ -96,8 +96,9 @@ def check_router_loss(config: Any, installed: bool) -> None:
             "output_router_logits",
             True,
             "the model counts padding and placeholders in the auxiliary loss of its router, or fails. Call "
-            "packhorse.prepare(model) first (and after anything that replaces its forward pass), and pass the "
-            "model itself: packhorse.load(…, model=model). To train without this loss, set model.config.get_text_config().output_router_logits = False",
+            "packhorse.prepare(model) first, after anything that replaces its forward pass, and pass the "
+            "model itself: packhorse.load(…, model=model). To train without this loss, set "
+            "model.config.get_text_config().output_router_logits = False",
         )
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,21 @@ import torch
 
 from packhorse.collate.packed import model_inputs
 from packhorse.errors import ConfigError, require
-from packhorse.families.models import honours_shift_labels, make_honour_shift_labels, models_in
-from packhorse.families.router_loss import check_model_router_loss, check_router_loss, install_router_loss
+from packhorse.families.models import (
+    honours_shift_labels,
+    make_honour_shift_labels,
+    models_in,
+    unwrap,
+)
+from packhorse.families.packing import inspect_packing, packing_error
+from packhorse.families.router_loss import (
+    check_model_router_loss,
+    check_router_loss,
+    has_router_loss,
+    install_router_loss,
+    is_installed,
+)
+from packhorse.families.stateful import BOUNDARIES, PER_DOCUMENT, install
 from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
 from packhorse.integrations.loss import (
     batch_loss,
@@ -349,6 +363,45 @@ def _last_checkpoint(folder: Path) -> Path | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What :func:`prepare` set; ``print`` it.
+
+    Attributes:
+        model: name of the model's class.
+        attn_implementation: of the decoder. A loader built with ``model=model`` makes batches for it.
+        stateful_layers: the layers that carry state, by their class: how many there are.
+        kernels: of those, the classes that run in one call, with kernels that take the boundaries of
+            documents; the others are called document by document.
+        computes_loss: whether hooks compute the model's own loss, because the installed transformers would
+            shift the labels of a batch again.
+        tested: whether tests of Packhorse show that packed rows are right for this class; else a tiny copy of
+            it was measured.
+        router_loss: whether the model adds the auxiliary loss of its router (``output_router_logits=True``),
+            in which only tokens of documents count.
+    """
+
+    model: str
+    attn_implementation: str
+    stateful_layers: Mapping[str, int]
+    kernels: tuple[str, ...]
+    computes_loss: bool
+    tested: bool
+    router_loss: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"{self.attn_implementation} attention"]
+        for name, count in self.stateful_layers.items():
+            how = "with the boundaries of documents" if name in self.kernels else "document by document"
+            parts.append(f"{count} {name} called {how}")
+        if self.computes_loss:
+            parts.append("the loss computed from shift_labels by hooks")
+        if self.router_loss:
+            parts.append("only tokens of documents in the router's auxiliary loss")
+        proof = "" if self.tested else " (measured on a tiny copy: packed equals unpacked)"
+        return f"{self.model}: {'; '.join(parts)}{proof}"
+
+
 def prepare(
     model: PreTrainedModel,
     attn_implementation: str = "auto",
@@ -357,39 +410,65 @@ def prepare(
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
     longest: int | None = None,
-) -> str:
+    stateful: str = "auto",
+) -> Prepared:
     """Make a model of transformers ready for packed training.
 
     Sets the decoder's attention (not the vision tower's) and ``use_cache=False``: with a cache, transformers
-    takes each row for one document. If the installed transformers would shift the labels of a batch again,
-    the model gets hooks that compute its loss from ``shift_labels``. A mixture of experts gets a forward pass
-    in which only tokens of documents count in the auxiliary loss of its router
+    takes each row for one document. Layers that carry state (linear attention, state spaces, short
+    convolutions) get their inputs document by document. If the installed transformers would shift the labels
+    of a batch again, the model gets hooks that compute its loss from ``shift_labels``. A mixture of experts
+    gets a forward pass in which only tokens of documents count in the auxiliary loss of its router
     (``output_router_logits=True``). Weights do not change.
 
     Args:
-        model: the model, before or after it is moved to its device.
+        model: the model, before or after it is moved to its device; also inside PEFT, DDP, FSDP or
+            ``torch.compile``.
         attn_implementation: ``"varlen"``, ``"flash_attention_2"``, ``"flex_attention"``, ``"sdpa"`` or
             ``"eager"``; ``"auto"`` chooses the first of these that is right for the model (without a GPU
-            ``"sdpa"`` first).
+            ``"sdpa"`` first). Or another name of transformers, a flash kernel of the Hub, or a registered
+            function (:func:`packhorse.integrations.attention.declare_batch_format`).
         device: to train on; None for a GPU if there is one, else the model's.
         dtype: of the weights in computations, if different from now (mixed precision of FSDP).
         autocast: the dtype of ``torch.autocast`` around the forward pass (``bf16=True`` in the Trainer).
         longest: tokens of the longest document, if known: sliding windows at least as long do not matter.
+        stateful: how layers that carry state keep documents apart: ``"per_document"`` calls them for groups
+            of documents of similar length; ``"boundaries"`` calls them once, if packages with kernels that
+            take boundaries are installed (flash-linear-attention, causal-conv1d, mamba-ssm); ``"auto"`` is
+            ``"boundaries"`` on a GPU.
 
     Returns:
-        The attention that was set. A loader built with ``model=model`` makes batches for it.
+        What was set.
 
     Raises:
         ConfigError: the backend would be wrong for this model, or the model cannot be trained on packs.
     """
-    check_router_loss(model.config, True)
+    inner = unwrap(model)
+    check_router_loss(inner.config, True)
+    packing = inspect_packing(model)
+    if packing.problems:
+        raise packing_error(packing.problems)
     backend = choose_attention(
-        inspect_attention(model, device, dtype, autocast), attn_implementation, longest
+        inspect_attention(inner, device, dtype, autocast), attn_implementation, longest
     )
-    use_attention(model, backend)
-    for config in (model.config, model.config.get_text_config()):
+    use_attention(inner, backend)
+    for config in (inner.config, inner.config.get_text_config()):
         config.use_cache = False
-    make_honour_shift_labels(model)
-    install_router_loss(model)
-    logger.info("%s runs with %s attention", type(model).__name__, backend)
-    return backend
+    make_honour_shift_labels(inner)
+    install_router_loss(inner)
+    if stateful not in (choices := ("auto", PER_DOCUMENT, BOUNDARIES)):
+        raise ConfigError.of("stateful", stateful, f"expected one of {', '.join(choices)}")
+    layers = install(inner, packing.layers, stateful)
+    if (layers or is_installed(inner)) and model is not inner:
+        torch.compiler.reset()  # code compiled before has no hooks
+    prepared = Prepared(
+        type(inner).__name__,
+        backend,
+        {name: count for name, (count, _) in layers.items()},
+        tuple(name for name, (_, mode) in layers.items() if mode == BOUNDARIES),
+        not honours_shift_labels(type(inner)),
+        packing.tested,
+        has_router_loss(inner.config),
+    )
+    logger.info("%s", prepared)
+    return prepared

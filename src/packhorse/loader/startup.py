@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from packhorse.chat import Processor, is_tokenizer, pad_token_id
-from packhorse.collate.packed import ATTENTION, check_takes_batches_of
+from packhorse.collate.batch_formats import batch_format_of
+from packhorse.collate.packed import check_takes_batches_of
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import contents_of
 from packhorse.count.counting import count_meta
@@ -39,12 +40,12 @@ from packhorse.families.models import (
     UNCHECKED,
     as_whole_processor,
     attention_of,
-    check_packable,
     check_shift_labels,
     is_unchecked,
     media_parts,
     resolve_model,
 )
+from packhorse.families.packing import check_packable, inspect_packing
 from packhorse.families.qwen_vl import RopeIndex, rope_index
 from packhorse.families.router_loss import check_router_loss, has_router_loss, is_installed
 from packhorse.formats.conversation import parse_conversation, parse_documents
@@ -263,7 +264,14 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
         return ModelInfo(name="none")
     inner, config = resolve_model(model)
     if packed:
-        check_packable(model if inner is not None else config)
+        check_packable(model if inner is not None else config, trains=trains)
+        layers = inspect_packing(config).layers if inner is None and trains else ()
+        if layers:
+            logger.warning(
+                "the model was given as a config: its layers %s carry state from document to document until "
+                "packhorse.prepare(model) has changed them. Call it before training",
+                ", ".join(layers),
+            )
     known = config if inner is None else inner
     if trains:
         check_shift_labels(known)
@@ -319,9 +327,7 @@ def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
     if config.pad_to_size and config.pack_size % config.alignment:
         expected = f"pad_to_size=True needs a multiple of alignment={config.alignment}"
         raise ConfigError.of("pack_size", config.pack_size, expected)
-    if attn_backend(config, model) not in ATTENTION:
-        expected = f"packs cannot be collated for it; load {model.name} with one of {', '.join(ATTENTION)}"
-        raise ConfigError.of("attn_implementation", model.attn_implementation, expected)
+    batch_format_of(attn_backend(config, model))
     check_router_loss(model.config, model.counts_documents)
     if model.loaded and config.attn_implementation is not None:
         check_takes_batches_of(model.name, model.attn_implementation, config.attn_implementation)
