@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +34,7 @@ from packhorse.families.models import router_loss_coefficient
 from packhorse.families.router_loss import has_router_loss, is_installed
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.transformers import TrainFromLoader
+from packhorse.tools.parity import check_parity
 from packhorse.types import Sample
 from raising import raises_config
 
@@ -266,6 +267,15 @@ def test_a_decoder_that_gets_no_mask_is_an_error(mixtral: Any) -> None:
     assert mixtral.model.forward == decode
 
 
+def test_a_forward_pass_that_is_replaced_after_prepare_is_an_error(mixtral: Any) -> None:
+    for attention in ("sdpa", "varlen"):
+        use_attention(mixtral, attention)
+        batch = packed_batch(mixtral, attention)
+        mixtral.forward = MethodType(type(mixtral).forward, mixtral)
+        with raises_config("model", match="call prepare last"):
+            mixtral(**batch)
+
+
 # Loaders and trainers.
 
 
@@ -309,6 +319,22 @@ def test_a_model_that_is_not_prepared_is_rejected_by_name(experts: Any, tmp_path
         output = unprepared(**next(iter(load(experts, mode="pad", batch_size=2))))
     with raises_config("output_router_logits", True):
         batch_loss(unprepared, output, batch, 1)
+
+
+def test_a_class_without_a_test_is_measured_without_it() -> None:
+    model = decoder("phimoe")
+    model.config.output_router_logits = True
+    prepared = prepare(model, device="cpu")
+    assert prepared.router_loss
+    assert not prepared.tested
+
+
+def test_the_parity_check_compares_logits_without_it(seeing: Any) -> None:
+    model = copy.deepcopy(seeing)
+    for _ in range(2):
+        assert check_parity(model, processor("qwen3_vl"), texts(3)).ok
+        assert model.config.get_text_config().output_router_logits
+        prepare(model, "sdpa", device="cpu")
 
 
 def test_losses_that_do_not_contain_it_are_rejected(experts: Any) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -24,7 +25,6 @@ ROUTER_MASK = "router_mask"
 """Name of the input that says which tokens count, bool [B, S]."""
 
 _STATE = "_packhorse_router_loss"
-_MARK = "_packhorse_takes_router_mask"
 _OWN_FORWARD = "_packhorse_router_loss_forward"
 _CACHES = ("past_key_values", "past_key_value", "cache_params")
 
@@ -49,7 +49,14 @@ class RoutedTokens:
     def give_mask(
         self, module: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Replace the mask before the forward pass of the decoder."""
+        """Replace the mask before the forward pass of the decoder; raise if the head was replaced."""
+        if ROUTER_MASK in options:
+            raise ConfigError(
+                f"something replaced the forward pass of the head of {type(module).__name__} after "
+                "packhorse.prepare(model), so padding would count in the auxiliary loss of the router: load "
+                "the model again, and call prepare last",
+                setting="model",
+            )
         given = options.get("attention_mask")
         # By shape: FSDP may have copied it.
         if self._shape is None or not isinstance(given, torch.Tensor) or given.shape != self._shape:
@@ -64,13 +71,23 @@ def has_router_loss(config: Any) -> bool:
     return any(getattr(part, "output_router_logits", False) for part in parts)
 
 
+@contextmanager
+def without_router_loss(config: Any) -> Iterator[None]:
+    """Let a model with this config compute logits alone, of packed batches too, prepared or not."""
+    parts = [part for part in (config, text_config(config)) if hasattr(part, "output_router_logits")]
+    before = [part.output_router_logits for part in parts]
+    try:
+        for part in parts:
+            part.output_router_logits = False
+        yield
+    finally:
+        for part, value in zip(parts, before, strict=True):
+            part.output_router_logits = value
+
+
 def is_installed(model: object) -> bool:
-    """Return whether the forward pass of a model takes :data:`ROUTER_MASK`; False without a model."""
-    forward = getattr(model, "forward", None)
-    # Accelerate and torch.compile name the forward pass that they call; what replaces it does not.
-    while forward is not None and not hasattr(forward, _MARK):
-        forward = getattr(forward, "__wrapped__", None)
-    return forward is not None
+    """Return whether :func:`install_router_loss` has changed the model (None: there is none)."""
+    return hasattr(model, _STATE)
 
 
 def check_router_loss(config: Any, installed: bool) -> None:
@@ -96,9 +113,8 @@ def check_router_loss(config: Any, installed: bool) -> None:
             "output_router_logits",
             True,
             "the model counts padding and placeholders in the auxiliary loss of its router, or fails. Call "
-            "packhorse.prepare(model) first, after anything that replaces its forward pass, and pass the "
-            "model itself: packhorse.load(…, model=model). To train without this loss, set "
-            "model.config.get_text_config().output_router_logits = False",
+            "packhorse.prepare(model) first, and pass the model itself: packhorse.load(…, model=model). To "
+            "train without this loss, set model.config.get_text_config().output_router_logits = False",
         )
 
 
@@ -156,7 +172,6 @@ def _wrap(original: Any) -> Any:
             return own(*arguments, **options)
         return _run(self, own, router_mask, given)
 
-    setattr(forward, _MARK, True)
     return forward
 
 
