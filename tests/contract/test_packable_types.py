@@ -43,7 +43,7 @@ _DIFFERENT = {"deepseek_v3": {"head_dim": 8}}  # the part of a head with positio
 _MAY_BE_NONE = ("head_dim", "num_key_value_heads")
 _OF_FAMILIES = {
     **{name: partial(tiny_model, name) for name in MODELS},
-    **{name: partial(text_model, name) for name in TEXT_MODELS if name != "nemotron_omni"},
+    **{name: partial(text_model, name) for name in TEXT_MODELS},
 }
 _DECODERS = [
     name
