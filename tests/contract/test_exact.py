@@ -89,10 +89,10 @@ def test_images_that_lfm2_vl_does_not_take_are_rejected():
     ):
         encoder.media_tokens("image", (1, 2000))
     with raises_bad_sample("sample_failed", match="too long"):
-        encoder.encode(user_asks(MediaRef("image", Image.new("RGB", (2000, 1)))))
+        encoder.encode(user_asks(MediaRef("image", Image.new("RGB", (8000, 1)))))
     made = build("lfm2_vl")
     made.image_processor.min_tiles = 1
-    with pytest.raises(ValueError, match="180 x 180: it would be one tile.*min_tiles.*to 2, not 1"):
+    with pytest.raises(ValueError, match=r"180 x 180: it would be one tile.*min_tiles.*to 2, not 1"):
         Encoder(made).media_tokens("image", (180, 180))
 
 

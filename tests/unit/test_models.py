@@ -1,9 +1,7 @@
 """Whether a model's packed rows are its samples: decided from a model, its config or its name alike."""
 
 import copy
-import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,8 @@ from count_samples import write_chats
 from loader_samples import mixed_rows, texts
 from packhorse.collate_fns import model_inputs
 from packhorse.datasets import PreTokenizedDatasetWrapper
-from packhorse.families.models import check_packable, packing_problems, unwrap
+from packhorse.families.models import unwrap
+from packhorse.families.packing import check_packable, inspect_packing, packing_problems
 from packhorse.families.qwen_vl import mrope_position_ids, rope_index
 from packhorse.types import World
 from raising import raises_config
@@ -76,80 +75,14 @@ def tokenizer_with_template() -> Any:
 # What is decided, and from what.
 
 
-def default_configs() -> Iterator[tuple[str, type, Any]]:
-    """The classes for text and for images with text of transformers, each with its default config."""
-    import transformers
-    from transformers.models.auto import modeling_auto
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+def test_a_model_without_position_ids_is_measured() -> None:
+    from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM
 
-    tables = (
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    )
-    for model_type, name in sorted({entry for table in tables for entry in table.items()}):
-        if model_type != "gemma4_assistant":  # its class rejects its own default config
-            yield model_type, getattr(transformers, name), CONFIG_MAPPING[model_type]()
-
-
-def test_every_class_of_transformers_with_a_recurrent_state_is_rejected_by_its_config() -> None:
-    stateful = [(name, config) for name, model, config in default_configs() if model._is_stateful]
-    assert {"mamba", "rwkv", "recurrent_gemma", "jamba", "qwen3_next", "qwen3_5", "nemotron_h_omni"} <= {
-        name for name, _ in stateful
-    }
-    accepted = [name for name, config in stateful if not packing_problems(config)]
-    assert not accepted
-
-
-def test_every_layer_kind_that_no_parity_test_proves_is_rejected_by_its_config() -> None:
-    proven = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
-    accepted = []
-    for name, _, config in default_configs():
-        try:
-            kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-        except ValueError:  # a config with several decoders
-            continue
-        if kinds - proven and not packing_problems(config):
-            accepted.append(name)
-    assert not accepted
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "layer"),
-    [
-        (
-            "Qwen3NextConfig",
-            {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]},
-            "layer 1 (linear_attention)",
-        ),
-        ("Lfm2Config", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "layer 0 (conv)"),
-        ("NemotronHConfig", {"hybrid_override_pattern": "*-M"}, "layer 2 (linear_attention)"),
-        ("RecurrentGemmaConfig", {}, "layer 0 (recurrent)"),
-        ("FalconH1Config", {}, "layer 0 (hybrid)"),
-        ("MiniMaxConfig", {}, "(linear_attention)"),
-        ("DeepseekV32Config", {}, "(indexed_attention)"),
-    ],
-)
-def test_the_layer_is_named(name: str, settings: dict[str, Any], layer: str) -> None:
-    import transformers
-
-    with raises_config("model", match=f'{re.escape(layer)}.*mode="pad"'):
-        check_packable(getattr(transformers, name)(**settings))
-
-
-def test_a_model_that_says_nothing_about_its_layers_is_rejected_by_its_class() -> None:
-    from transformers import RwkvConfig, RwkvForCausalLM
-
-    config = RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
-    for given in (config, RwkvForCausalLM(config)):
-        assert any("Rwkv" in why and "state" in why for why in packing_problems(given))
-
-
-def test_a_model_without_position_ids_is_rejected() -> None:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
-    for given in (config, BloomForCausalLM(config)):
-        assert any("BloomForCausalLM takes no position_ids" in why for why in packing_problems(given))
+    bloom = BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
+    for given in (bloom, BloomForCausalLM(bloom)):
+        assert any("BloomForCausalLM" in why for why in packing_problems(given))
+    mpt = MptForCausalLM(MptConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=2))
+    assert packing_problems(mpt) == (), "its attention counts tokens from each other, not from the row"
 
 
 def test_a_config_of_code_that_transformers_has_not_is_rejected_with_what_to_pass() -> None:
@@ -169,11 +102,16 @@ def test_every_tested_family_is_accepted_as_model_and_as_config(name: str) -> No
     assert packing_problems(model.config) == ()
 
 
-# Hybrid models leak, and every entry point rejects them.
+# Hybrid models leak until they are prepared, and every entry point notices.
+
+UNPREPARED = r"Lfm2ShortConv.*state.*packhorse\.prepare\(model\)"
 
 
-def test_a_hybrid_model_leaks_from_document_to_document_and_the_loader_rejects_it() -> None:
-    model, plain = hybrid(), decoder()
+def test_a_hybrid_model_leaks_from_document_to_document_until_it_is_prepared() -> None:
+    plain, model, prepared = decoder(), hybrid(), hybrid()
+    report = packhorse.prepare(prepared, device="cpu")
+    assert report.stateful_layers == {"Lfm2ShortConv": 1}
+    assert "1 Lfm2ShortConv called document by document" in str(report)
     ids = torch.randint(4, 200, (1, 24), generator=torch.Generator().manual_seed(1))
     other = ids.clone()
     other[:, :12] = ids[:, :12].flip(1)
@@ -181,70 +119,76 @@ def test_a_hybrid_model_leaks_from_document_to_document_and_the_loader_rejects_i
     for start in (0, 12):
         seen[..., start : start + 12, start : start + 12] = torch.ones(12, 12).tril().bool()
     positions = torch.arange(12).repeat(2)[None]
-    moved = {}
-    for one in (model, plain):
+    moved = []
+    for one in (plain, model, prepared):
         with torch.no_grad():
             before, after = (
                 one(row, attention_mask=seen, position_ids=positions, use_cache=False).logits[:, 12:]
                 for row in (ids, other)
             )
-        moved[type(one).__name__] = float((before - after).abs().max())
-    assert moved["Qwen2ForCausalLM"] == 0.0, "the mask keeps documents apart"
-    assert moved["Lfm2ForCausalLM"] > 0.1, "the convolution carries document 1 into document 2"
-    assert packing_problems(plain) == ()
-    for given in (model, model.config):
-        with raises_config("model", match=r"layer 0 \(conv\)"):
-            load(texts(8), given, pack_size=256)
+        moved.append(float((before - after).abs().max()))
+    assert moved[0] == 0.0, "the mask keeps documents apart"
+    assert moved[1] > 0.1, "the convolution carries document 1 into document 2"
+    assert moved[2] == 0.0, "the convolution sees one document at a time"
+
+
+def test_the_loader_rejects_a_hybrid_model_that_is_not_prepared(caplog: Any) -> None:
+    model = hybrid()
+    with raises_config("model", match=UNPREPARED):
+        load(texts(8), model, pack_size=256)
     assert len(list(load(texts(8), model, mode="pad"))) > 0, "padded batches are right"
+    assert list(load(texts(8), model.config, pack_size=256))
+    assert "packhorse.prepare(model)" in caplog.text, "a config is not prepared, so a warning says what to do"
+    packhorse.prepare(model, device="cpu")
+    batch = next(iter(load(texts(8), model, pack_size=256)))
+    assert model_inputs(batch, model)
 
 
-def test_a_hybrid_model_is_rejected_by_its_folder(tmp_path: Path) -> None:
+def test_a_hybrid_model_may_be_given_by_its_folder(tmp_path: Path) -> None:
     hybrid().config.save_pretrained(tmp_path)
-    with raises_config("model", match=r"layer 0 \(conv\)"):
-        load(texts(8), tmp_path, pack_size=256)
+    assert list(load(texts(8), tmp_path, pack_size=256))
 
 
-def test_model_inputs_reject_packs_for_a_hybrid_model_and_take_padded_batches() -> None:
+def test_model_inputs_reject_packs_for_a_hybrid_model_that_is_not_prepared() -> None:
     model = hybrid()
     batch = next(iter(load(texts(8), "unchecked", pack_size=256)))
-    with raises_config("model", match=r"layer 0 \(conv\)"):
+    with raises_config("model", match=UNPREPARED):
         model_inputs(batch, model)
     assert "input_ids" in model_inputs(next(iter(load(texts(8), None, mode="pad"))), model)
+    packhorse.prepare(model, device="cpu")
+    assert "input_ids" in model_inputs(batch, model)
 
 
-def test_prepare_and_parity_reject_a_hybrid_model() -> None:
-    from packhorse.integrations.transformers import prepare
+def test_parity_names_the_layers_of_a_hybrid_model_first_until_it_is_prepared() -> None:
     from packhorse.tools.parity import check_parity
 
     model = hybrid()
-    with raises_config("model", match=r"layer 0 \(conv\)"):
-        prepare(model, device="cpu")
-    with raises_config("model", match=r"layer 0 \(conv\)"):
-        check_parity(model, tokenizer_with_template(), texts(4))
-    report = check_parity(model, tokenizer_with_template(), texts(4), unchecked=True, gradients=False)
+    report = check_parity(model, tokenizer_with_template(), texts(4))
     assert not report.ok
-    assert any("layer 0 (conv)" in cause for cause in report.causes)
+    assert "Lfm2ShortConv" in report.causes[0]
+    assert "packhorse.prepare(model)" in report.causes[0]
+    packhorse.prepare(model, device="cpu")
+    report = check_parity(model, tokenizer_with_template(), texts(4))
+    assert report.ok, report.describe()
+    assert report.gradients is not None
 
 
-def test_a_model_type_without_a_test_is_rejected_by_the_loader_and_measured_by_parity() -> None:
-    from transformers import DogeConfig, DogeForCausalLM
-
-    from packhorse.tools.parity import check_parity
+def test_a_model_type_without_a_test_is_measured_on_a_tiny_copy() -> None:
+    from transformers import DogeConfig, DogeForCausalLM, FalconConfig, FalconForCausalLM
 
     words = tokenizer_with_template()
-    reports = {}
-    for window in (8, 2048):  # keys that each token keeps, of the whole row
-        torch.manual_seed(0)
-        sizes = {**SMALL, "vocab_size": len(words), "keep_window_size": window}
-        model = DogeForCausalLM(DogeConfig(**sizes)).eval()
-        with raises_config("model", match="'doge'.*packhorse parity --model"):
-            load(texts(8), model, pack_size=256)
-        reports[window] = check_parity(model, words, texts(4), gradients=False)
-    assert not reports[8].ok
-    assert reports[2048].ok
+    doge = DogeForCausalLM(DogeConfig(**{**SMALL, "vocab_size": len(words)}))
+    with raises_config("model", match="DogeForCausalLM: document 2 of a pack differs"):
+        load(texts(8), doge, pack_size=256)
+    falcon = FalconForCausalLM(FalconConfig(**{**SMALL, "vocab_size": len(words)}))
+    assert list(load(texts(8), falcon, pack_size=256))
+    packing = inspect_packing(falcon)
+    assert not packing.tested
+    assert packing.layers == ()
+    assert "measured on a tiny copy" in str(packhorse.prepare(falcon, device="cpu"))
 
 
-def test_the_trainer_rejects_a_hybrid_model_unless_the_loader_is_unchecked(tmp_path: Path) -> None:
+def test_the_trainer_rejects_a_hybrid_model_that_is_not_prepared(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
     from packhorse.integrations.transformers import TrainFromLoader
@@ -254,12 +198,15 @@ def test_the_trainer_rejects_a_hybrid_model_unless_the_loader_is_unchecked(tmp_p
 
     args = TrainingArguments(str(tmp_path), report_to=[], disable_tqdm=True, use_cpu=True)
     checked, unchecked = (load(texts(8), model, pack_size=256) for model in (decoder(), "unchecked"))
-    with raises_config("model", match=r"layer 0 \(conv\)"):
+    with raises_config("model", match=UNPREPARED):
         PackedTrainer(hybrid(), args, loader=checked)
     PackedTrainer(hybrid(), args, loader=unchecked)
+    prepared = hybrid()
+    packhorse.prepare(prepared, device="cpu")
+    PackedTrainer(prepared, args, loader=checked)
 
 
-def test_accelerate_rejects_a_hybrid_model() -> None:
+def test_accelerate_rejects_a_hybrid_model_that_is_not_prepared() -> None:
     from accelerate import Accelerator
 
     from packhorse.integrations.accelerate import attach, steps
@@ -269,12 +216,12 @@ def test_accelerate_rejects_a_hybrid_model() -> None:
     attach(accelerator, loader)
     accelerator.prepare(hybrid())
     for rejected in (lambda: attach(accelerator, loader), lambda: next(steps(accelerator, loader))):
-        with raises_config("model", match=r"layer 0 \(conv\)"):
+        with raises_config("model", match=UNPREPARED):
             rejected()
     accelerator.free_memory()
 
 
-def test_lightning_rejects_a_hybrid_model(tmp_path: Path) -> None:
+def test_lightning_rejects_a_hybrid_model_that_is_not_prepared(tmp_path: Path) -> None:
     import lightning.pytorch as lightning
 
     from packhorse.integrations.lightning import LoaderDataModule
@@ -294,12 +241,13 @@ def test_lightning_rejects_a_hybrid_model(tmp_path: Path) -> None:
     trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **quiet)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with raises_config("model", match=r"layer 0 \(conv\)"):
+        with raises_config("model", match=UNPREPARED):
             trainer.fit(Module(), LoaderDataModule(load(texts(8), decoder(), pack_size=256)))
 
 
 @pytest.mark.parametrize("command", ["parity", "plan"])
-def test_commands_reject_a_hybrid_model_by_its_config(command: str, tmp_path: Path) -> None:
+def test_commands_reject_a_model_that_cannot_be_packed_by_its_config(command: str, tmp_path: Path) -> None:
+    from transformers import DogeConfig
     from typer.testing import CliRunner
 
     from packhorse.cli.app import app
@@ -307,24 +255,13 @@ def test_commands_reject_a_hybrid_model_by_its_config(command: str, tmp_path: Pa
     meta = write_chats(tmp_path, 4)
     folder = tmp_path / "model"  # no weights
     processor("qwen2_vl").save_pretrained(folder)
-    hybrid().config.save_pretrained(folder)
+    DogeConfig(**SMALL).save_pretrained(folder)
     arguments = [command, str(meta), "--model", str(folder), "--processor", str(folder)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
-    assert "layer 0 (conv)" in result.stderr
+    assert "DogeForCausalLM" in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not list(tmp_path.glob("*.phplan"))
-
-
-def test_nemotron_omni_is_padded_and_not_packed() -> None:
-    from transformers import NemotronH_Omni_Reasoning_V3_Config
-
-    config = NemotronH_Omni_Reasoning_V3_Config()
-    made = processor("nemotron_omni")
-    with raises_config("model", match=r"layer 0 \(linear_attention\)"):
-        load(texts(6), config, processor=made)
-    loader = load(texts(6), config, processor=made, mode="pad", batch_size=2)
-    assert sum(len(batch["input_ids"]) for batch in loader) == 6
 
 
 # The model in the forms in which it can be given.

@@ -197,7 +197,9 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
     """
     import torch
 
-    from packhorse.families.models import check_name, check_packable, model_classes, open_config
+    from packhorse.families.models import check_name, model_classes, open_config
+    from packhorse.families.packing import check_packable, inspect_packing
+    from packhorse.families.stateful import install
 
     transformers: Any = require("transformers", "train")
     kind = check_dtype(dtype, device)
@@ -206,7 +208,10 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
         check_packable(config, measured=True)
     if not bars_are_wanted():
         transformers.utils.logging.disable_progress_bar()
-    auto = transformers.AutoModelForImageTextToText
+    with_images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or not model_classes(
+        config
+    )
+    auto = transformers.AutoModelForImageTextToText if with_images else transformers.AutoModelForCausalLM
     try:
         if not random_weights:
             options = {"trust_remote_code": trust_remote_code, "local_files_only": check_name("model", model)}
@@ -219,6 +224,7 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
         raise ConfigError(
             f"model {model}: cannot be opened ({detail})", setting="model", value=model
         ) from error
+    install(loaded, inspect_packing(loaded).layers)
     return loaded.to(device)
 
 

@@ -25,7 +25,8 @@ from packhorse.collate.masks import (
 from packhorse.collate.packer import all_media_keys, are_pixels, join, layout_of, stack_tokens, to_pack
 from packhorse.errors import ConfigError, suggest
 from packhorse.families import Family
-from packhorse.families.models import attention_of, check_packable, check_router_loss, is_at_least, unwrap
+from packhorse.families.models import attention_of, check_router_loss, is_at_least, unwrap
+from packhorse.families.packing import check_packable
 from packhorse.pp_media import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
 from packhorse.types import PackedSample, TensorLayout
 

@@ -1,9 +1,7 @@
-"""Models and processors of transformers: opened by name, found inside wrappers, and checked for packing.
+"""Models and processors of transformers: opened by name, and found inside wrappers.
 
-:func:`packing_problems` is the one place that decides whether a model gives packed rows the results that it
-gives their samples alone: the model types of :data:`PACKABLE` do, with layers of proven kinds, and no other.
 :func:`honours_shift_labels` says whether a model's own loss takes labels that are shifted already. Nothing is
-computed and no weight is read.
+computed and no weight is read. :mod:`.packing` says whether a model can be trained on packed rows.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import sys
 import textwrap
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from logging import getLogger
@@ -36,32 +34,6 @@ logger = getLogger("packhorse.families.models")
 UNCHECKED = "unchecked"
 """``model="unchecked"``: pack without a model, at the user's own risk."""
 
-# fmt: off
-_FAMILY_MODEL_TYPES = frozenset({
-    "gemma3", "gemma3_text", "gemma4", "gemma4_text", "internvl", "kimi_k25", "llava_onevision",
-    "phi4_multimodal", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text", "qwen3_omni_moe_text",
-    "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "smolvlm",
-})
-_DECODERS = frozenset({
-    "apertus", "arcee", "bitnet", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4",
-    "gemma", "gemma2", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "granite", "granitemoe",
-    "granitemoeshared", "helium", "llama", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral",
-    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    "seed_oss", "smollm3", "stablelm", "starcoder2",
-})
-# fmt: on
-PACKABLE = _FAMILY_MODEL_TYPES | _DECODERS
-"""Model types whose packed rows are tested to give what their samples give alone.
-
-A model is accepted if its own type and that of its decoder are both among them. A type is added with its
-test; one that selects keys over the row (sparse attention) looks right in a short test, and is not added.
-"""
-
-# Kinds of layers in which a token sees no more than its mask or its document's bounds let it see.
-_PROVEN_LAYERS = frozenset(
-    {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
-)
-_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")  # where configs list kinds of layers
 _MEDIA_PARTS = ("vision", "audio", "vq_", "image", "speech")  # in names of parts of a config
 _WRAPPED = ("_orig_mod", "module", "_fsdp_wrapped_module")  # torch.compile, DDP and DeepSpeed, FSDP
 _HUB_SECONDS = 5.0
@@ -251,53 +223,6 @@ def media_parts(config: ModelConfig) -> tuple[str, ...]:
     return tuple(sorted(name for name in of_media if getattr(config, name, None) is not None))
 
 
-def unproven_layers(config: ModelConfig) -> tuple[str, ...]:
-    """Name the first decoder layer of each kind not proven to keep documents apart: ``"layer 0 (conv)"``."""
-    first: dict[str, int] = {}
-    for name in _LAYER_LISTS:
-        for index, kind in enumerate(getattr(config, name, None) or ()):
-            if kind not in _PROVEN_LAYERS:
-                first.setdefault(str(kind), index)
-    return tuple(f"layer {index} ({kind})" for kind, index in sorted(first.items()))
-
-
-def packing_problems(model: object) -> tuple[str, ...]:
-    """Why packed rows would not give what their samples give alone, whatever the attention backend.
-
-    Args:
-        model: a model, its config, or the folder or hub name of one.
-
-    Returns:
-        One sentence for each reason, with the layer or class named; empty if the model can be packed.
-
-    Raises:
-        ConfigError: it is no model.
-    """
-    if problems := known_problems(model):
-        return problems
-    config = resolve_model(model)[1]
-    types = dict.fromkeys((config.model_type, text_config(config).model_type))
-    return tuple(
-        f"no test proves that model type {name!r} keeps the documents of a row apart; packhorse "
-        f'parity --model measures it, and model="{UNCHECKED}" goes without this check'
-        for name in types
-        if name not in PACKABLE
-    )
-
-
-def known_problems(model: object) -> tuple[str, ...]:
-    """As :func:`packing_problems`, but without the objection that nothing is known about a model type."""
-    inner, config = resolve_model(model)
-    return (*_problems(inner, config), *_problems_of_adapters(model))
-
-
-def check_packable(model: object, *, measured: bool = False) -> None:
-    """Raise ConfigError if a model has :func:`packing_problems`; ``measured``: its type needs no test."""
-    problems = known_problems(model) if measured else packing_problems(model)
-    if problems:
-        raise packing_error(problems)
-
-
 def check_router_loss(config: ModelConfig | None) -> None:
     """Raise if a mixture of experts is to add the auxiliary loss of its router to the loss of packed batches.
 
@@ -313,62 +238,6 @@ def check_router_loss(config: ModelConfig | None) -> None:
             "batches, and token_loss does not add it. Set model.config.get_text_config()."
             "output_router_logits = False to train without it, or use mode='pad' and model(**batch).loss",
         )
-
-
-def packing_error(problems: Sequence[str]) -> ConfigError:
-    """The error for a model that cannot be packed, from what :func:`packing_problems` returned."""
-    what = (
-        f'this model cannot be trained on packed rows: {"; ".join(problems)}. Use padded batches: mode="pad"'
-    )
-    return ConfigError(what, setting="model")
-
-
-def _problems(model: torch.nn.Module | None, config: ModelConfig) -> Iterator[str]:
-    text = text_config(config)
-    classes = model_classes(config) if model is None else (type(model),)
-    if model is None and not classes:
-        yield (
-            f"{type(config).__name__} is not a config of transformers, so its layers are unknown: pass the "
-            "model itself"
-        )
-    layers = unproven_layers(text)
-    if layers:
-        yield f"{', '.join(layers)} may carry state or attention from one document of a row to the next"
-    elif stateful := _stateful_class(model, config, text):
-        yield f"{stateful} carries a state from one document of a row to the next"
-    if getattr(config, "is_encoder_decoder", False):
-        yield "its encoder and the attention to it know nothing of documents"
-    elif classes and not _takes_positions(classes[0]):
-        yield f"{classes[0].__name__} takes no position_ids, so positions run on from document to document"
-    if getattr(text, "cross_attention_layers", None):
-        yield "text attends to images in layers of cross attention, which know nothing of documents"
-    if config.model_type == "paligemma":
-        yield "PaliGemma's question attends to itself bidirectionally, which packed batches have no mask for"
-
-
-def _stateful_class(model: torch.nn.Module | None, config: ModelConfig, text: ModelConfig) -> str | None:
-    """Return the name of a class that keeps a recurrent state; None without one."""
-    if model is None:
-        classes = (*model_classes(config), *(model_classes(text) if text is not config else ()))
-    else:
-        classes = tuple({type(module): None for module in model.modules()})
-    # transformers has no public name for this flag.
-    return next((kind.__name__ for kind in classes if getattr(kind, "_is_stateful", False)), None)
-
-
-def _takes_positions(model_class: type) -> bool:
-    """Keyword arguments that a forward pass does not name are silently lost in many classes."""
-    parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
-    return "position_ids" in parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-
-
-def _problems_of_adapters(model: object) -> Iterator[str]:
-    modules: Iterable[object] = getattr(model, "modules", tuple)()
-    configs = [getattr(module, "peft_config", None) for module in modules]
-    adapters = [adapter for config in configs if isinstance(config, dict) for adapter in config.values()]
-    for adapter_class, adapter in {type(adapter): adapter for adapter in adapters}.items():
-        if getattr(adapter, "is_prompt_learning", False):
-            yield f"{adapter_class.__name__} adds its virtual tokens once for each row, not for each document"
 
 
 def weightless_model(config: ModelConfig) -> Any | None:

@@ -3,13 +3,13 @@
 Linear attention, state spaces and short convolutions see every earlier token of their row, whatever the
 attention mask says. :func:`separate_documents` lets such layers of a model run on one document at a time:
 documents of similar length are padded on the right and run together. A batch that is not packed, and
-generation, run as before. Which classes they are is in :data:`STATEFUL_LAYERS`; :mod:`.probe` finds them in
-other models.
+generation, run as before. Which classes they are says :mod:`.packing`.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,27 +21,6 @@ import torch
 from packhorse.errors import ConfigError, require
 
 logger = getLogger("packhorse.families.stateful")
-
-# fmt: off
-STATEFUL_LAYERS: dict[str, tuple[str, ...]] = {
-    "bamba": ("BambaMixer",),
-    "falcon_h1": ("FalconH1Mixer",),
-    "falcon_mamba": ("FalconMambaMixer",),
-    "granitemoehybrid": ("GraniteMoeHybridMambaLayer",),
-    "jamba": ("JambaMambaMixer",),
-    "lfm2": ("Lfm2ShortConv",),
-    "lfm2_moe": ("Lfm2MoeShortConv",),
-    "mamba": ("MambaMixer",),
-    "mamba2": ("Mamba2Mixer",),
-    "nemotron_h": ("NemotronHMamba2Mixer",),
-    "olmo_hybrid": ("OlmoHybridGatedDeltaNet",),
-    "qwen3_5_moe_text": ("Qwen3_5MoeGatedDeltaNet",),
-    "qwen3_5_text": ("Qwen3_5GatedDeltaNet",),
-    "qwen3_next": ("Qwen3NextGatedDeltaNet",),
-    "zamba2": ("Zamba2MambaMixer",),
-}
-# fmt: on
-"""Classes of layers with state, by the model type of the decoder, as tests have proven them complete."""
 
 _BOUNDS = "_packhorse_bounds"
 _LENGTH_STEP = 64  # the kernels compute chunks of about this many tokens anyway
@@ -82,7 +61,7 @@ class Documents:
         flat = (flat + torch.arange(rows)[:, None] * (length + 1) * (flat > 0)).flatten()
         visible = torch.nonzero(flat).flatten()
         # Hidden tokens inside a document do not divide it.
-        _, owner, sizes = flat[visible].unique_consecutive(return_inverse=True, return_counts=True)
+        _, owner, sizes = torch.unique_consecutive(flat[visible], return_inverse=True, return_counts=True)
         starts = sizes.cumsum(0) - sizes
         source = torch.full((rows * length,), -1)
         groups: list[torch.Tensor] = []
@@ -118,11 +97,11 @@ class Documents:
         first = outputs[0]
         if isinstance(first, tuple | list):
             return type(first)(self.join(parts) for parts in zip(*outputs, strict=True))
-        if not isinstance(first, torch.Tensor) or first.dim() < 2:
-            return None
+        if not isinstance(first, torch.Tensor) or first.shape[:2] != self.groups[0].shape:
+            return None  # not per token: weights or states, which packed training does not use
         flat = [output.flatten(0, 1) for output in outputs]
         flat.append(first.new_zeros(1, *first.shape[2:]))
-        return torch.cat(flat)[self.source].unflatten(0, (self.rows, self.length))
+        return torch.cat(flat)[self.source].view(self.rows, self.length, *first.shape[2:])
 
 
 def _similar(sizes: Sequence[int]) -> Iterator[tuple[list[int], int]]:
@@ -178,15 +157,14 @@ def _numbers_in_padding_mask(visible: torch.Tensor) -> torch.Tensor | None:
     return visible.long() if bool((visible[:, 1:] & ~visible[:, :-1]).any()) else None
 
 
-def _numbers_in_mask(seen: torch.Tensor) -> torch.Tensor | None:
-    """Return the document numbers in a mask [B, S, S]; None if every row is one document."""
+def _numbers_in_mask(seen: torch.Tensor) -> torch.Tensor:
+    """Return the document numbers in a mask [B, S, S]."""
     visible = seen.diagonal(dim1=-2, dim2=-1)
     index = torch.where(visible, torch.arange(seen.shape[-1], device=seen.device), -1)
     previous = index.cummax(-1).values.roll(1, -1)
     previous[:, 0] = -1
     continues = seen.gather(-1, previous.clamp(min=0)[..., None])[..., 0] & (previous >= 0)
-    numbers = (visible & ~continues).cumsum(-1) * visible
-    return None if bool((numbers == 1).all()) else numbers
+    return (visible & ~continues).cumsum(-1) * visible
 
 
 class DocumentBounds:
@@ -219,7 +197,7 @@ class DocumentBounds:
             self.documents = None
             return None
         self.documents, self.served = Documents.of(numbers), set()
-        self._keep_for_checkpoints(decoder)
+        self._keep_for_checkpoints(decoder, self.documents)
         return arguments, {**options, "use_cache": False} if self.takes_use_cache else options
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -237,7 +215,7 @@ class DocumentBounds:
                 setting="model",
             )
 
-    def _keep_for_checkpoints(self, decoder: torch.nn.Module) -> None:
+    def _keep_for_checkpoints(self, decoder: torch.nn.Module, documents: Documents) -> None:
         """Let layers that are computed again in the backward pass use the documents of this forward pass."""
         for module in decoder.modules():
             # That of transformers' layers, and that of torch's CheckpointWrapper (FSDP).
@@ -245,7 +223,7 @@ class DocumentBounds:
                 function = vars(module).get(name)
                 if function is not None:
                     self.changed.append((module, name, function))
-                    setattr(module, name, partial(_checkpoint, function, self, self.documents))
+                    setattr(module, name, partial(_checkpoint, function, self, documents))
 
 
 def _checkpoint(
@@ -314,11 +292,11 @@ def layers_of(model: torch.nn.Module, classes: Sequence[str]) -> dict[str, torch
     }
 
 
-def install(model: torch.nn.Module, classes: Sequence[str]) -> int:
-    """Call the layers of these classes document by document; return their number."""
+def install(model: torch.nn.Module, classes: Sequence[str]) -> dict[str, int]:
+    """Call the layers of these classes document by document; return how many there are of each."""
     layers = layers_of(model, classes)
     if not layers:
-        return 0
+        return {}
     decoder = _decoder_of(model, layers)
     bounds = getattr(decoder, _BOUNDS, None)
     if bounds is None:
@@ -331,7 +309,7 @@ def install(model: torch.nn.Module, classes: Sequence[str]) -> int:
             setattr(layer, _BOUNDS, bounds)
             layer.forward = partial(_forward, layer, vars(layer).get("forward"))
             bounds.layers += 1
-    return len(layers)
+    return dict(Counter(type(layer).__name__ for layer in layers.values()))
 
 
 def is_installed(model: torch.nn.Module, classes: Sequence[str]) -> bool:

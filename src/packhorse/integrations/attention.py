@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from packhorse.collate.packed import ATTENTION
 from packhorse.errors import ConfigError, require, suggest
 from packhorse.families import FAMILIES
-from packhorse.families.models import packing_error, packing_problems
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -221,7 +220,6 @@ class AttentionInfo:
         window: of layers with a sliding window; None without.
         chunk: tokens of a chunk of layers with chunked attention; None without.
         head: width of an attention head; None if unknown.
-        mixing: why documents of one row would attend to each other with any backend.
     """
 
     device: str
@@ -237,7 +235,6 @@ class AttentionInfo:
     window: int | None = None
     chunk: int | None = None
     head: int | None = None
-    mixing: tuple[str, ...] = ()
 
 
 def inspect_attention(
@@ -274,7 +271,6 @@ def inspect_attention(
         window=_window(config),
         chunk=_chunk(config),
         head=_head(config),
-        mixing=packing_problems(model),
     )
 
 
@@ -365,8 +361,6 @@ def choose_attention(
     info: AttentionInfo, attn_implementation: str = "auto", longest: int | None = None
 ) -> str:
     """Return the requested attention, or with ``"auto"`` the fastest that is right; raise if it is wrong."""
-    if info.mixing:
-        raise packing_error(info.mixing)
     if attn_implementation != "auto":
         if wrong := unsupported_features(info, attn_implementation, longest):
             detail = f"it is wrong here: {'; '.join(wrong)}"

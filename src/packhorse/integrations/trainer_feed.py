@@ -9,7 +9,8 @@ import torch
 
 from packhorse.collate.packed import check_takes_batches_of
 from packhorse.errors import ConfigError
-from packhorse.families.models import UNCHECKED, attention_of, check_packable, models_in, unwrap
+from packhorse.families.models import UNCHECKED, attention_of, models_in, unwrap
+from packhorse.families.packing import check_packable
 from packhorse.integrations.loss import wrong_world
 from packhorse.integrations.preference import count_for_loss
 from packhorse.types import Batch

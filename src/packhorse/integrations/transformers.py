@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,14 @@ import torch
 
 from packhorse.collate.packed import model_inputs
 from packhorse.errors import ConfigError, require
-from packhorse.families.models import check_router_loss, honours_shift_labels, make_honour_shift_labels
+from packhorse.families.models import (
+    check_router_loss,
+    honours_shift_labels,
+    make_honour_shift_labels,
+    unwrap,
+)
+from packhorse.families.packing import inspect_packing, packing_error
+from packhorse.families.stateful import install
 from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
 from packhorse.integrations.loss import (
     check_plain_answers,
@@ -347,6 +355,37 @@ def _last_checkpoint(folder: Path) -> Path | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What :func:`prepare` set; ``print`` it.
+
+    Attributes:
+        model: name of the model's class.
+        attn_implementation: of the decoder. A loader built with ``model=model`` makes batches for it.
+        stateful_layers: the layers that are called document by document, by their class: how many there are.
+        computes_loss: whether hooks compute the model's own loss, because the installed transformers would
+            shift the labels of a batch again.
+        tested: whether tests of Packhorse show that packed rows are right for this class; else a tiny copy of
+            it was measured.
+    """
+
+    model: str
+    attn_implementation: str
+    stateful_layers: Mapping[str, int]
+    computes_loss: bool
+    tested: bool
+
+    def __str__(self) -> str:
+        parts = [f"{self.attn_implementation} attention"]
+        if self.stateful_layers:
+            named = ", ".join(f"{count} {name}" for name, count in self.stateful_layers.items())
+            parts.append(f"{named} called document by document")
+        if self.computes_loss:
+            parts.append("the loss computed from shift_labels by hooks")
+        proof = "" if self.tested else " (measured on a tiny copy: packed equals unpacked)"
+        return f"{self.model}: {'; '.join(parts)}{proof}"
+
+
 def prepare(
     model: PreTrainedModel,
     attn_implementation: str = "auto",
@@ -355,15 +394,17 @@ def prepare(
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
     longest: int | None = None,
-) -> str:
+) -> Prepared:
     """Make a model of transformers ready for packed training.
 
     Sets the decoder's attention (not the vision tower's) and ``use_cache=False``: with a cache, transformers
-    takes each row for one document. If the installed transformers would shift the labels of a batch again,
-    the model gets hooks that compute its loss from ``shift_labels``. Weights do not change.
+    takes each row for one document. Layers that carry state (linear attention, state spaces, short
+    convolutions) get their inputs document by document. If the installed transformers would shift the labels
+    of a batch again, the model gets hooks that compute its loss from ``shift_labels``. Weights do not change.
 
     Args:
-        model: the model, before or after it is moved to its device.
+        model: the model, before or after it is moved to its device; also inside PEFT, DDP, FSDP or
+            ``torch.compile``.
         attn_implementation: ``"varlen"``, ``"flash_attention_2"``, ``"flex_attention"``, ``"sdpa"`` or
             ``"eager"``; ``"auto"`` chooses the first of these that is right for the model (without a GPU
             ``"sdpa"`` first).
@@ -373,18 +414,28 @@ def prepare(
         longest: tokens of the longest document, if known: sliding windows at least as long do not matter.
 
     Returns:
-        The attention that was set. A loader built with ``model=model`` makes batches for it.
+        What was set.
 
     Raises:
         ConfigError: the backend would be wrong for this model, or the model cannot be trained on packs.
     """
-    check_router_loss(model.config)
+    inner = unwrap(model)
+    check_router_loss(inner.config)
+    packing = inspect_packing(model)
+    if packing.problems:
+        raise packing_error(packing.problems)
     backend = choose_attention(
-        inspect_attention(model, device, dtype, autocast), attn_implementation, longest
+        inspect_attention(inner, device, dtype, autocast), attn_implementation, longest
     )
-    use_attention(model, backend)
-    for config in (model.config, model.config.get_text_config()):
+    use_attention(inner, backend)
+    for config in (inner.config, inner.config.get_text_config()):
         config.use_cache = False
-    make_honour_shift_labels(model)
-    logger.info("%s runs with %s attention", type(model).__name__, backend)
-    return backend
+    make_honour_shift_labels(inner)
+    layers = install(inner, packing.layers)
+    if layers and model is not inner:
+        torch.compiler.reset()  # code compiled before has no hooks
+    prepared = Prepared(
+        type(inner).__name__, backend, layers, not honours_shift_labels(type(inner)), packing.tested
+    )
+    logger.info("%s", prepared)
+    return prepared

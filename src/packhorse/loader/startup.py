@@ -39,13 +39,13 @@ from packhorse.families.models import (
     UNCHECKED,
     as_whole_processor,
     attention_of,
-    check_packable,
     check_router_loss,
     check_shift_labels,
     is_unchecked,
     media_parts,
     resolve_model,
 )
+from packhorse.families.packing import check_packable, inspect_packing
 from packhorse.families.qwen_vl import RopeIndex, rope_index
 from packhorse.formats.conversation import parse_conversation, parse_documents
 from packhorse.formats.in_memory import ConvertedRows, open_examples
@@ -261,7 +261,14 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
         return ModelInfo(name="none")
     inner, config = resolve_model(model)
     if packed:
-        check_packable(model if inner is not None else config)
+        check_packable(model if inner is not None else config, trains=trains)
+        layers = inspect_packing(config).layers if inner is None and trains else ()
+        if layers:
+            logger.warning(
+                "the model was given as a config: its layers %s carry state from document to document until "
+                "packhorse.prepare(model) has changed them. Call it before training",
+                ", ".join(layers),
+            )
     known = config if inner is None else inner
     if trains:
         check_shift_labels(known)

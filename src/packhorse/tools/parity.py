@@ -23,7 +23,8 @@ from packhorse.collate.padded import pad_collate_fn
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
 from packhorse.families import family_of
-from packhorse.families.models import attention_of, check_packable, known_problems
+from packhorse.families.models import attention_of
+from packhorse.families.packing import check_packable, known_problems, unprepared_layers
 from packhorse.families.qwen_vl import RopeIndex, mrope_position_ids, rope_index
 from packhorse.integrations.attention import check_attention, use_attention
 from packhorse.ledger import Ledger
@@ -74,7 +75,9 @@ def likely_causes(
 
     ``labels`` are those of the visible tokens of each sample alone; ``samples`` are encoded and not shifted.
     """
+    unprepared = unprepared_layers(packed.model)
     causes = [
+        *([f"{unprepared}: call packhorse.prepare(model) first"] if unprepared else ()),
         *_label_problems(packed, labels),
         *_position_problems(packed, samples, own_rope),
         *_attention_problems(packed, tolerance),

@@ -1,6 +1,5 @@
 """The attention of packed training: the fastest that is right for the model, nothing that is wrong."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +23,10 @@ from raising import raises_config
 
 make_torchvision_importable()
 
-prepare = partial(prepare_for_any, device="cpu")
+
+def prepare(model: Any, *arguments: Any, **options: Any) -> str:
+    return prepare_for_any(model, *arguments, device="cpu", **options).attn_implementation
+
 
 SMALL = {
     "vocab_size": 64,
@@ -191,10 +193,14 @@ def stateful(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2", "Mamba"])
-def test_models_that_carry_a_state_across_documents_are_rejected(name: str) -> None:
-    with pytest.raises(ConfigError, match="from one document of a row to the next") as caught:
-        prepare(stateful(name))
-    assert 'mode="pad"' in str(caught.value)
+def test_the_report_names_the_layers_that_carry_state(name: str) -> None:
+    model = stateful(name)
+    report = prepare_for_any(model, device="cpu")
+    (layer,) = report.stateful_layers
+    assert report.tested
+    assert report.attn_implementation == "sdpa"
+    assert f"1 {layer} called document by document" in str(report)
+    assert prepare_for_any(model, device="cpu") == report, "a second call changes nothing"
 
 
 def test_models_that_look_at_images_across_documents_are_rejected() -> None:

@@ -16,7 +16,8 @@ from packhorse.chat import tokenizer_of
 from packhorse.count.columns import CountColumns
 from packhorse.distributed import Collectives
 from packhorse.errors import ConfigError
-from packhorse.families.models import check_packable, model_classes, open_config, open_processor
+from packhorse.families.models import model_classes, open_config, open_processor
+from packhorse.families.packing import check_packable
 from packhorse.ledger import Ledger
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.planner import Planner, too_long_detail

@@ -1,0 +1,247 @@
+"""Decide whether a model gives packed rows the results that it gives their samples alone.
+
+:func:`inspect_packing` is the one place that decides: the model types of :data:`PACKABLE` do, as tests of
+this project show. Any other class is measured on a tiny copy (:mod:`.probe`). Layers that carry state are
+called document by document (:mod:`.stateful`), which ``packhorse.prepare`` sets up.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from packhorse.errors import ConfigError
+from packhorse.families.models import (
+    ModelConfig,
+    media_parts,
+    model_classes,
+    resolve_model,
+    text_config,
+)
+from packhorse.families.stateful import is_installed
+
+if TYPE_CHECKING:
+    import torch
+
+# fmt: off
+_FAMILY_MODEL_TYPES = frozenset({
+    "gemma3", "gemma3_text", "gemma4", "gemma4_text", "internvl", "kimi_k25", "lfm2_vl", "llava_onevision",
+    "nemotron_h_omni", "phi4_multimodal", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text",
+    "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe",
+    "qwen3_vl_moe_text", "qwen3_vl_text", "smolvlm",
+})
+_DECODERS = frozenset({
+    "apertus", "arcee", "bitnet", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "gemma", "gemma2", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "granite", "granitemoe",
+    "granitemoeshared", "helium", "llama", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral",
+    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3", "stablelm", "starcoder2",
+})
+STATEFUL_LAYERS: dict[str, tuple[str, ...]] = {
+    "bamba": ("BambaMixer",),
+    "falcon_h1": ("FalconH1Mixer",),
+    "falcon_mamba": ("FalconMambaMixer",),
+    "granitemoehybrid": ("GraniteMoeHybridMambaLayer",),
+    "jamba": ("JambaMambaMixer",),
+    "lfm2": ("Lfm2ShortConv",),
+    "lfm2_moe": ("Lfm2MoeShortConv",),
+    "mamba": ("MambaMixer",),
+    "mamba2": ("Mamba2Mixer",),
+    "nemotron_h": ("NemotronHMamba2Mixer",),
+    "olmo_hybrid": ("OlmoHybridGatedDeltaNet",),
+    "qwen3_5_moe_text": ("Qwen3_5MoeGatedDeltaNet",),
+    "qwen3_5_text": ("Qwen3_5GatedDeltaNet",),
+    "qwen3_next": ("Qwen3NextGatedDeltaNet",),
+    "zamba2": ("Zamba2MambaMixer",),
+}
+"""Classes of the layers that carry state, by the model type of the decoder."""
+# fmt: on
+PACKABLE = _FAMILY_MODEL_TYPES | _DECODERS | STATEFUL_LAYERS.keys()
+"""Model types whose packed rows are tested to give what their samples give alone.
+
+A model is accepted without a measurement if its own type and that of its decoder are both among them.
+"""
+
+# Kinds of layers in which a token sees no more than its mask or its document's bounds let it see.
+_PROVEN_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
+)
+# Kinds whose mixing a measurement with two short documents shows. Others may select keys over the whole row.
+_MEASURABLE_LAYERS = _PROVEN_LAYERS | {
+    "conv",
+    "hybrid",
+    "hybrid_sliding",
+    "linear_attention",
+    "mamba",
+    "recurrent",
+}
+_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")  # where configs list kinds of layers
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Whether, and how, a model can be trained on packed rows.
+
+    Attributes:
+        problems: why packed rows would not give what their samples give alone; empty if they do.
+        layers: classes of the layers that carry state, which ``packhorse.prepare`` lets run document by
+            document.
+        tested: whether tests of this project show it; else it was measured on a tiny copy.
+        known: whether ``problems`` are facts, not only the lack of a proof.
+    """
+
+    problems: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    tested: bool = True
+    known: bool = True
+
+
+def inspect_packing(model: object) -> Packing:
+    """Return whether a model can be trained on packed rows.
+
+    Args:
+        model: a model, its config, or the folder or hub name of one.
+
+    Raises:
+        ConfigError: it is no model.
+    """
+    inner, config = resolve_model(model)
+    problems = (*_problems(inner, config), *_problems_of_adapters(model))
+    if problems:
+        return Packing(problems)
+    text = text_config(config)
+    untested = [name for name in dict.fromkeys((config.model_type, text.model_type)) if name not in PACKABLE]
+    model_class = _class_of(inner) if inner is not None else model_classes(config)[0]
+    layers = STATEFUL_LAYERS.get(text.model_type, ())
+    ours = model_class.__module__.startswith("transformers.")
+    if ours and not untested and (layers or not _may_carry_state(inner, config, text)):
+        return Packing(layers=layers)
+    if odd := {kind: index for kind, index in layer_kinds(text).items() if kind not in _MEASURABLE_LAYERS}:
+        layers_named = ", ".join(f"layer {index} ({kind})" for kind, index in odd.items())
+        why = f"{model_class.__name__}: no test shows that {layers_named} keeps the documents of a row apart"
+        return Packing((why + _HINT,), (), False, False)
+    return _measure_packing(model_class, config, untested)
+
+
+def _class_of(model: torch.nn.Module) -> type:
+    """Return the class of a model; FSDP2 gives it a subclass of its own."""
+    return next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+
+
+def _measure_packing(model_class: Any, config: ModelConfig, untested: Sequence[str]) -> Packing:
+    from packhorse.families.probe import probe
+
+    result = probe(model_class, config)
+    name = model_class.__name__
+    if result.problem:
+        why = result.problem
+        if result.wrong and not _takes_positions(model_class):
+            why += f"; {name} takes no position_ids"
+        return Packing((f"{name}: {why}{'' if result.wrong else _HINT}",), (), False, result.wrong)
+    if untested and media_parts(config):
+        why = f"{name}: its text is right in packed rows, as measured, but no test shows that its media are"
+        return Packing((why + _HINT,), result.layers, False, False)
+    return Packing((), result.layers, False)
+
+
+_HINT = '; packhorse parity --model measures it with your data, and model="unchecked" goes without this check'
+
+
+def packing_problems(model: object) -> tuple[str, ...]:
+    """Why packed rows would not give what their samples give alone; see :func:`inspect_packing`."""
+    return inspect_packing(model).problems
+
+
+def known_problems(model: object) -> tuple[str, ...]:
+    """As :func:`packing_problems`, but without the objection that nothing proves that a model is right."""
+    packing = inspect_packing(model)
+    return packing.problems if packing.known else ()
+
+
+def check_packable(model: object, *, measured: bool = False, trains: bool = True) -> None:
+    """Raise ConfigError if a model has :func:`packing_problems`.
+
+    Args:
+        model: a model, its config, or the folder or hub name of one.
+        measured: only problems that are known count, because the user measures the model.
+        trains: packed rows go through this very model, so its layers that carry state must be prepared.
+    """
+    packing = inspect_packing(model)
+    if packing.problems and (packing.known or not measured):
+        raise packing_error(packing.problems)
+    if trains and not measured and (problem := unprepared_layers(model)):
+        raise ConfigError(f"{problem}: call packhorse.prepare(model) first", setting="model")
+
+
+def unprepared_layers(model: object) -> str:
+    """Return which layers of a model carry state over documents until it is prepared; empty if none do."""
+    inner = resolve_model(model)[0]
+    packing = inspect_packing(model)
+    if inner is None or is_installed(inner, packing.layers):
+        return ""
+    return (
+        f"{', '.join(packing.layers)} of {type(inner).__name__} carries state from one document of a packed "
+        "row to the next, whatever the attention mask says"
+    )
+
+
+def packing_error(problems: Sequence[str]) -> ConfigError:
+    """The error for a model that cannot be packed, from what :func:`packing_problems` returned."""
+    what = (
+        f'this model cannot be trained on packed rows: {"; ".join(problems)}. Use padded batches: mode="pad"'
+    )
+    return ConfigError(what, setting="model")
+
+
+def layer_kinds(config: ModelConfig) -> dict[str, int]:
+    """Return the kinds of layers that a config of a decoder lists, with the first layer of each."""
+    first: dict[str, int] = {}
+    for name in _LAYER_LISTS:
+        for index, kind in enumerate(getattr(config, name, None) or ()):
+            first.setdefault(str(kind), index)
+    return first
+
+
+def _problems(model: torch.nn.Module | None, config: ModelConfig) -> Iterator[str]:
+    """Yield what no measurement on text shows, or needs."""
+    text = text_config(config)
+    if model is None and not model_classes(config):
+        yield (
+            f"{type(config).__name__} is not a config of transformers, so its layers are unknown: pass the "
+            "model itself"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        yield "its encoder and the attention to it know nothing of documents"
+    if getattr(text, "cross_attention_layers", None):
+        yield "text attends to images in layers of cross attention, which know nothing of documents"
+    if config.model_type == "paligemma":
+        yield "PaliGemma's question attends to itself bidirectionally, which packed batches have no mask for"
+
+
+def _may_carry_state(model: torch.nn.Module | None, config: ModelConfig, text: ModelConfig) -> bool:
+    """Whether a kind of layer is listed, or a class used, that no test has shown to keep documents apart."""
+    if layer_kinds(text).keys() - _PROVEN_LAYERS:
+        return True
+    if model is None:
+        classes = (*model_classes(config), *(model_classes(text) if text is not config else ()))
+    else:
+        classes = tuple({type(module): None for module in model.modules()})
+    # transformers has no public name for this flag.
+    return any(getattr(kind, "_is_stateful", False) for kind in classes)
+
+
+def _takes_positions(model_class: type) -> bool:
+    """Keyword arguments that a forward pass does not name are silently lost in many classes."""
+    parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    return "position_ids" in parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+
+
+def _problems_of_adapters(model: object) -> Iterator[str]:
+    modules: Iterable[object] = getattr(model, "modules", tuple)()
+    configs = [getattr(module, "peft_config", None) for module in modules]
+    adapters = [adapter for config in configs if isinstance(config, dict) for adapter in config.values()]
+    for adapter_class, adapter in {type(adapter): adapter for adapter in adapters}.items():
+        if getattr(adapter, "is_prompt_learning", False):
+            yield f"{adapter_class.__name__} adds its virtual tokens once for each row, not for each document"
