@@ -386,7 +386,8 @@ def tiny_model(name: str, seed: int = 0, *, by_document: bool = True) -> Any:
     import torch
 
     from packhorse.families.models import make_honour_shift_labels
-    from packhorse.families.stateful import STATEFUL_LAYERS, install
+    from packhorse.families.packing import inspect_packing
+    from packhorse.families.stateful import install
 
     make_torchvision_importable()
     with torch.random.fork_rng():
@@ -395,7 +396,7 @@ def tiny_model(name: str, seed: int = 0, *, by_document: bool = True) -> Any:
     # As prepare does: where transformers is too old, and where layers carry state along the sequence.
     make_honour_shift_labels(model)
     if by_document:
-        install(model, STATEFUL_LAYERS.get(model.config.get_text_config().model_type, ()))
+        install(model, inspect_packing(model).layers)
     return model
 
 
