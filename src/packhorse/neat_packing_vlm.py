@@ -20,6 +20,7 @@ from packhorse.plan.cost_model import (
     patch_pairs_of,
     sample_costs,
     straggler_ratio,
+    token_pairs,
 )
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import greedy_knapsack, greedy_knapsack_vt_balanced, plan_key, plan_packs
@@ -53,4 +54,5 @@ __all__ = [
     "plan_packs",
     "sample_costs",
     "straggler_ratio",
+    "token_pairs",
 ]

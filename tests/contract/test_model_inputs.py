@@ -16,7 +16,7 @@ from contract.processors import processor
 from contract.tiny_models import tiny_model
 from loader_samples import load, texts
 from noise_floor import CONTROL, FACTOR, largest_difference, noise_floor
-from packhorse.collate.packed import ATTENTION
+from packhorse.collate.batch_formats import ATTENTION
 from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater, pad_collate_fn
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from packhorse.collate.batch_formats import CONTIGUOUS, batch_format_of, find_batch_format
 from packhorse.collate.finish import add_counts, check_present, finish_labels, logger
 from packhorse.collate.masks import (
     Segments,
@@ -23,7 +24,7 @@ from packhorse.collate.masks import (
     positions_separate,
 )
 from packhorse.collate.packer import all_media_keys, are_pixels, join, layout_of, stack_tokens, to_pack
-from packhorse.errors import ConfigError, suggest
+from packhorse.errors import ConfigError
 from packhorse.families import Family
 from packhorse.families.models import attention_of, check_router_loss, is_at_least, unwrap
 from packhorse.families.packing import check_packable
@@ -32,15 +33,11 @@ from packhorse.types import PackedSample, TensorLayout
 
 Pack = Mapping[str, Any]
 
-ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention", "varlen")
-"""The attention backends that packed batches support."""
-
 _INFORMATION = frozenset(
     {"_packed_seq_ids", "loss_weights", *COUNT_KEYS.values(), MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY}
 )
 _LABELS = frozenset({"labels", "shift_labels"})
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_CONTIGUOUS = ("flash_attention_2", "varlen")
 _DENSE = 4  # axes of a mask: [B, 1, S, S]
 
 
@@ -63,8 +60,10 @@ def neat_packed_vlm_collater(
         padding_idx: the id that pads short packs.
         max_length: the length of every batch; None pads to the longest pack. Nothing is ever cut.
         attn_implementation: what the model's decoder runs with: ``"sdpa"``, ``"eager"``,
-            ``"flash_attention_2"``, ``"flex_attention"`` or ``"varlen"``
-            (:func:`packhorse.integrations.attention.use_attention`). None is ``"sdpa"``.
+            ``"flash_attention_2"`` (or 3, 4), ``"flex_attention"``, ``"varlen"``
+            (:func:`packhorse.integrations.attention.use_attention`), a flash kernel of the Hub, or a name
+            whose format is declared (:func:`packhorse.integrations.attention.declare_batch_format`). None is
+            ``"sdpa"``.
         materialize_4d_mask: False leaves the document numbers [B, S] as ``attention_mask`` with ``"sdpa"``
             and ``"eager"`` too, for a model that builds its mask from them. Models of transformers would take
             each row for one document, so :func:`model_inputs` and :func:`loss_inputs` reject such a batch.
@@ -83,7 +82,7 @@ def neat_packed_vlm_collater(
 
         - ``sdpa``: ``attention_mask``, bool [B, 1, S, S], True if a token is attended to; ``eager``: the
           same as numbers to add.
-        - ``flash_attention_2``: ``attention_mask`` = the document numbers [B, S], and ``cu_seq_lens_q``,
+        - all flash attentions: ``attention_mask`` = the document numbers [B, S], and ``cu_seq_lens_q``,
           ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``, by which the flash attention of
           transformers separates documents if it gets no mask: pass it :func:`model_inputs`.
         - ``varlen``: these four alone.
@@ -131,10 +130,7 @@ def collate_packs(
     media_layout: bool = False,
 ) -> dict[str, Any]:
     """Collate typed packs as :func:`neat_packed_vlm_collater` does; ``family`` is that of their samples."""
-    backend = "sdpa" if attn_implementation is None else attn_implementation
-    if backend not in ATTENTION:
-        expected = f"expected one of {', '.join(ATTENTION)}, or None{suggest(backend, ATTENTION)}"
-        raise ConfigError.of("attn_implementation", attn_implementation, expected)
+    backend = "sdpa" if attn_implementation is None else batch_format_of(attn_implementation, ("None",))
     if not packs:
         return {}
     rows = PackedRows(packs, family, padding_idx, max_length)
@@ -155,7 +151,7 @@ def _add_attention(
     """Add what the backend needs to separate documents; return the document numbers too."""
     documents = made["attention_mask"]
     bidirectional = rows.bidirectional(made)
-    if backend in _CONTIGUOUS:
+    if backend in CONTIGUOUS:
         made, segments = rows.contiguous(made, bidirectional is not None, backend)
         numbers = (segments.cumulative, segments.cumulative, segments.longest, segments.longest)
         made |= dict(zip(_VARLEN, numbers, strict=True))
@@ -218,12 +214,13 @@ def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
 def takes_batches_of(attention: str, backend: str) -> bool:
     """Return whether a decoder with this attention keeps the documents of a batch for ``backend`` apart.
 
-    All variants of flash attention (``flash_attention_3``, kernels of the Hub) take the arguments of varlen
-    kernels; sdpa takes the additive mask of eager attention, but eager adds the bool mask of sdpa as 0 and 1.
+    Flash attention takes the arguments of varlen kernels; sdpa takes the additive mask of eager attention,
+    but eager adds the bool mask of sdpa as 0 and 1.
     """
-    if backend in _CONTIGUOUS and "|" not in attention:  # paged attention is for generation
-        return attention in _CONTIGUOUS or "flash" in attention
-    return attention == backend or (attention, backend) == ("sdpa", "eager")
+    takes, made_for = find_batch_format(attention), batch_format_of(backend)
+    if made_for in CONTIGUOUS:
+        return takes in CONTIGUOUS
+    return takes == made_for or (takes, made_for) == ("sdpa", "eager")
 
 
 def check_takes_batches_of(name: str, attention: str, backend: str) -> None:
@@ -254,7 +251,7 @@ def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
 def backends_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the attention backends that a packed batch is for; nothing if it is not packed."""
     if "cu_seq_lens_q" in batch:
-        return _CONTIGUOUS[::-1]
+        return CONTIGUOUS[::-1]
     mask = batch.get("attention_mask")
     if mask is None:  # transformers builds it from the positions
         return ("sdpa", "eager", "flex_attention") if "use_cache" in batch else ()

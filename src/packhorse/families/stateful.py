@@ -1,9 +1,10 @@
 """Layers that carry state along the sequence, called document by document.
 
 Linear attention, state spaces and short convolutions see every earlier token of their row, whatever the
-attention mask says. :func:`separate_documents` lets such layers of a model run on one document at a time:
-documents of similar length are padded on the right and run together. A batch that is not packed, and
-generation, run as before. Which classes they are says :mod:`.packing`.
+attention mask says. :func:`install` lets such layers of a model compute each document alone, in one of two
+ways. Documents of similar length are padded on the right and run together; that needs nothing but the layer.
+Or all documents run in one call, with kernels that take their boundaries (:data:`KERNELS`). A batch that is
+not packed, and generation, run as before. Which classes of layers they are says :mod:`.packing`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from importlib.util import find_spec
 from logging import getLogger
 from typing import Any, Protocol
 
@@ -23,6 +25,28 @@ from packhorse.errors import ConfigError, require
 logger = getLogger("packhorse.families.stateful")
 
 _BOUNDS = "_packhorse_bounds"
+PER_DOCUMENT, BOUNDARIES = "per_document", "boundaries"
+_GATED_DELTA_NETS = (
+    "OlmoHybridGatedDeltaNet",
+    "Qwen3NextGatedDeltaNet",
+    "Qwen3_5GatedDeltaNet",
+    "Qwen3_5MoeGatedDeltaNet",
+)
+_MAMBA_2 = (
+    "BambaMixer",
+    "FalconH1Mixer",
+    "GraniteMoeHybridMambaLayer",
+    "Mamba2Mixer",
+    "NemotronHMamba2Mixer",
+    "Zamba2MambaMixer",
+)
+_CONVOLUTION = "causal_conv1d"
+KERNELS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_GATED_DELTA_NETS, ("fla",)),  # the convolution can do without a kernel, see _gap
+    **dict.fromkeys(_MAMBA_2, ("mamba_ssm", _CONVOLUTION)),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), (_CONVOLUTION,)),
+}
+"""Packages whose kernels take the boundaries of documents, by the class of the layer that passes them on."""
 _LENGTH_STEP = 64  # the kernels compute chunks of about this many tokens anyway
 _LEAST_FILL = 0.75  # a document has at least this share of the tokens of its group
 _CACHES = ("past_key_values", "past_key_value", "cache_params", "layer_past", "cache")
@@ -37,71 +61,107 @@ class _HasBounds(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class _Calls:
+    """How a layer is called for the documents of a batch.
+
+    Attributes:
+        groups: for each call the indices [N, L] of its tokens in the flattened batch.
+        source: for each token of the batch its index in the concatenated groups; the one after the last for a
+            token of no document.
+        gaps: whether groups have rows of zeros, whose index is the one after the last token.
+        boundaries: arguments for kernels that keep the documents of one call apart.
+    """
+
+    groups: tuple[torch.Tensor, ...]
+    source: torch.Tensor
+    gaps: bool = False
+    boundaries: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
 class Documents:
     """Where the documents of a packed batch are.
 
-    Attributes:
-        rows, length: the axes [B, S] of the batch.
-        groups: for each group of similar documents, the indices [N, L] of their tokens in the flattened
-            batch. A document that is shorter than L repeats its last token.
-        source: for each token of the batch its index in the concatenated groups; the one after the last for a
-            token of no document.
+    Args:
+        numbers: of each token's document [B, S]; 0 for hidden tokens. Hidden tokens inside a document do not
+            divide it. If all are hidden, each row is one document.
     """
 
-    rows: int
-    length: int
-    groups: tuple[torch.Tensor, ...]
-    source: torch.Tensor
-
-    @classmethod
-    def of(cls, numbers: torch.Tensor) -> Documents:
-        """Return the documents of a batch from their numbers [B, S], which are 0 for hidden tokens."""
-        rows, length = numbers.shape
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.rows, self.length = numbers.shape
+        self.device = numbers.device
         flat = numbers.detach().to("cpu", torch.int64)
-        flat = (flat + torch.arange(rows)[:, None] * (length + 1) * (flat > 0)).flatten()
-        visible = torch.nonzero(flat).flatten()
-        # Hidden tokens inside a document do not divide it.
-        _, owner, sizes = torch.unique_consecutive(flat[visible], return_inverse=True, return_counts=True)
-        starts = sizes.cumsum(0) - sizes
-        source = torch.full((rows * length,), -1)
-        groups: list[torch.Tensor] = []
-        total = 0
-        for members, width in _similar(sizes.tolist()):
-            of_group = torch.tensor(members)
-            steps = torch.minimum(torch.arange(width), sizes[of_group, None] - 1)
-            groups.append(visible[starts[of_group, None] + steps])
-            number = torch.full((len(sizes),), -1)
-            number[of_group] = torch.arange(len(members))
-            here = number[owner] >= 0
-            offset = torch.arange(len(visible)) - starts[owner]
-            source[visible[here]] = (total + number[owner] * width + offset)[here]
-            total += len(members) * width
-        source[source < 0] = total
-        device = numbers.device
-        return cls(rows, length, tuple(group.to(device) for group in groups), source.to(device))
+        if not bool(flat.any()):
+            flat = torch.ones_like(flat)
+        flat = (flat + torch.arange(self.rows)[:, None] * (self.length + 1) * (flat > 0)).flatten()
+        self._visible = torch.nonzero(flat).flatten()
+        _, self._owner, self._sizes = torch.unique_consecutive(
+            flat[self._visible], return_inverse=True, return_counts=True
+        )
+        self._starts = self._sizes.cumsum(0) - self._sizes
+        self._offset = torch.arange(len(self._visible)) - self._starts[self._owner]
+        self._in_one_row: dict[int, _Calls] = {}
 
-    def take(self, value: Any, group: torch.Tensor) -> Any:
-        """Return what a group gets of an argument: rows of tensors per token, nothing of masks."""
+    @cached_property
+    def in_groups(self) -> _Calls:
+        """Calls for documents of similar length; shorter ones repeat their last token."""
+        groups: list[torch.Tensor] = []
+        start_of = torch.empty_like(self._sizes)
+        total = 0
+        for members, width in _similar(self._sizes.tolist()):
+            of_group = torch.tensor(members)
+            steps = torch.minimum(torch.arange(width), self._sizes[of_group, None] - 1)
+            groups.append(self._visible[self._starts[of_group, None] + steps].to(self.device))
+            start_of[of_group] = total + torch.arange(len(members)) * width
+            total += len(members) * width
+        return _Calls(tuple(groups), self._source(start_of, total))
+
+    def in_one_row(self, gap: int) -> _Calls:
+        """One call for all documents, with this many rows of zeros after each."""
+        if gap not in self._in_one_row:
+            count = len(self._sizes)
+            starts = self._starts + gap * torch.arange(count)
+            total = len(self._visible) + gap * count
+            index = torch.full((total,), self.rows * self.length)
+            index[starts[self._owner] + self._offset] = self._visible
+            ends = torch.cat([starts, torch.tensor([total])])
+            numbers = torch.arange(count).repeat_interleave(ends.diff())
+            boundaries = {
+                "cu_seq_lens_q": ends.to(self.device),
+                "seq_idx": numbers[None].to(self.device, torch.int32),
+            }
+            groups = (index[None].to(self.device),)
+            self._in_one_row[gap] = _Calls(groups, self._source(starts, total), gap > 0, boundaries)
+        return self._in_one_row[gap]
+
+    def _source(self, starts: torch.Tensor, total: int) -> torch.Tensor:
+        """Return where each token of the batch is in calls in which documents begin at ``starts``."""
+        source = torch.full((self.rows * self.length,), total)
+        source[self._visible] = starts[self._owner] + self._offset
+        return source.to(self.device)
+
+    def take(self, value: Any, calls: _Calls, group: torch.Tensor) -> Any:
+        """Return what a call gets of an argument: rows of tensors per token, nothing of masks."""
         if isinstance(value, torch.Tensor):
             if value.dim() == _DENSE and value.shape[-2:] == (self.length, self.length):
                 return None
             if value.dim() < 2 or value.shape[1] != self.length or value.shape[0] not in (1, self.rows):
                 return value
-            return value.expand(self.rows, *value.shape[1:]).flatten(0, 1)[group]
+            flat = value.expand(self.rows, *value.shape[1:]).flatten(0, 1)
+            return (torch.cat([flat, torch.zeros_like(flat[:1])]) if calls.gaps else flat)[group]
         if isinstance(value, tuple | list):
-            return type(value)(self.take(part, group) for part in value)
+            return type(value)(self.take(part, calls, group) for part in value)
         return value
 
-    def join(self, outputs: Sequence[Any]) -> Any:
-        """Return the outputs of all groups as one [B, S, …]; tokens of no document get zeros."""
+    def join(self, outputs: Sequence[Any], calls: _Calls) -> Any:
+        """Return the outputs of all calls as one [B, S, …]; tokens of no document get zeros."""
         first = outputs[0]
         if isinstance(first, tuple | list):
-            return type(first)(self.join(parts) for parts in zip(*outputs, strict=True))
-        if not isinstance(first, torch.Tensor) or first.shape[:2] != self.groups[0].shape:
+            return type(first)(self.join(parts, calls) for parts in zip(*outputs, strict=True))
+        if not isinstance(first, torch.Tensor) or first.shape[:2] != calls.groups[0].shape:
             return None  # not per token: weights or states, which packed training does not use
         flat = [output.flatten(0, 1) for output in outputs]
-        flat.append(first.new_zeros(1, *first.shape[2:]))
-        return torch.cat(flat)[self.source].view(self.rows, self.length, *first.shape[2:])
+        flat.append(torch.zeros_like(flat[0][:1]))
+        return torch.cat(flat)[calls.source].view(self.rows, self.length, *first.shape[2:])
 
 
 def _similar(sizes: Sequence[int]) -> Iterator[tuple[list[int], int]]:
@@ -174,9 +234,11 @@ class DocumentBounds:
         documents: of the batch that is computed now; None for a batch that is not packed.
         layers: the number of layers that need them.
         served: the layers that used them in this forward pass.
+        mode: whether layers run in groups of documents, or in one call with kernels that take boundaries.
     """
 
     def __init__(self, decoder: torch.nn.Module) -> None:
+        self.mode = PER_DOCUMENT
         parameters = inspect.signature(decoder.forward).parameters
         self.names = tuple(parameters)
         self.takes_use_cache = "use_cache" in parameters or any(
@@ -196,7 +258,7 @@ class DocumentBounds:
         if numbers is None:
             self.documents = None
             return None
-        self.documents, self.served = Documents.of(numbers), set()
+        self.documents, self.served = Documents(numbers), set()
         self._keep_for_checkpoints(decoder, self.documents)
         return arguments, {**options, "use_cache": False} if self.takes_use_cache else options
 
@@ -271,16 +333,58 @@ def _by_document(
         for name, value in options.items()
         if name not in _BOUNDARIES
     }
+    calls = documents.in_groups
+    if bounds.mode == BOUNDARIES and (names := boundary_arguments(layer)):
+        calls = documents.in_one_row(_gap(layer, names))
+        options |= {name: calls.boundaries[name] for name in names}
     outputs = []
     bounds.documents = None  # layers with state inside of this one get whole documents
     try:
-        for group in documents.groups:
-            inputs = [documents.take(value, group) for value in arguments]
-            named = {name: documents.take(value, group) for name, value in options.items()}
+        for group in calls.groups:
+            inputs = [documents.take(value, calls, group) for value in arguments]
+            named = {name: documents.take(value, calls, group) for name, value in options.items()}
             outputs.append(forward(*inputs, **named))
     finally:
         bounds.documents = documents
-    return documents.join(outputs)
+    return documents.join(outputs, calls)
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def boundary_arguments(layer: torch.nn.Module) -> tuple[str, ...]:
+    """Return the arguments by which kernels of a layer keep documents apart; empty if it has no such kernels.
+
+    Layers with a recurrence of fla take ``cu_seq_lens_q`` for it, and ``seq_idx`` for a convolution with a
+    kernel; without that kernel, rows of zeros between documents separate them for the convolution.
+    """
+    packages = next((KERNELS[kind.__name__] for kind in type(layer).__mro__ if kind.__name__ in KERNELS), ())
+    if not packages or not all(map(_is_installed, packages)):
+        return ()
+    if "fla" not in packages:
+        return ("seq_idx",)
+    if _is_installed(_CONVOLUTION):
+        return ("cu_seq_lens_q", "seq_idx")
+    return ("cu_seq_lens_q",) if _keeps_zeros(layer) else ()
+
+
+def _gap(layer: torch.nn.Module, names: Sequence[str]) -> int:
+    """Return how many rows of zeros after each document keep its end out of the next one's convolution."""
+    if "seq_idx" in names:
+        return 0
+    return max(kernel.kernel_size[0] - 1 for kernel in _convolutions(layer))
+
+
+def _convolutions(layer: torch.nn.Module) -> list[torch.nn.Conv1d]:
+    return [module for module in layer.modules() if isinstance(module, torch.nn.Conv1d)]
+
+
+def _keeps_zeros(layer: torch.nn.Module) -> bool:
+    """Whether rows of zeros reach the convolution as zeros: no projection has a bias."""
+    linear = (module for module in layer.modules() if isinstance(module, torch.nn.Linear))
+    return bool(_convolutions(layer)) and all(module.bias is None for module in linear)
 
 
 def layers_of(model: torch.nn.Module, classes: Sequence[str]) -> dict[str, torch.nn.Module]:
@@ -292,8 +396,14 @@ def layers_of(model: torch.nn.Module, classes: Sequence[str]) -> dict[str, torch
     }
 
 
-def install(model: torch.nn.Module, classes: Sequence[str]) -> dict[str, int]:
-    """Call the layers of these classes document by document; return how many there are of each."""
+def install(
+    model: torch.nn.Module, classes: Sequence[str], mode: str = PER_DOCUMENT
+) -> dict[str, tuple[int, str]]:
+    """Let the layers of these classes compute each document alone; return their number and how they do it.
+
+    ``mode`` is ``"per_document"``, ``"boundaries"`` (kernels, where a layer has them) or ``"auto"``
+    (boundaries on a GPU).
+    """
     layers = layers_of(model, classes)
     if not layers:
         return {}
@@ -304,12 +414,20 @@ def install(model: torch.nn.Module, classes: Sequence[str]) -> dict[str, int]:
         setattr(decoder, _BOUNDS, bounds)
         decoder.register_forward_pre_hook(bounds.begin, with_kwargs=True)
         decoder.register_forward_hook(bounds.end, always_call=True)
+    if mode == "auto":
+        mode = BOUNDARIES if torch.cuda.is_available() else PER_DOCUMENT
+    bounds.mode = mode
     for layer in layers.values():
         if getattr(layer, _BOUNDS, None) is None:
             setattr(layer, _BOUNDS, bounds)
             layer.forward = partial(_forward, layer, vars(layer).get("forward"))
             bounds.layers += 1
-    return dict(Counter(type(layer).__name__ for layer in layers.values()))
+    kinds = {type(layer).__name__: layer for layer in layers.values()}
+    counts = Counter(type(layer).__name__ for layer in layers.values())
+    return {
+        name: (counts[name], mode if boundary_arguments(layer) else PER_DOCUMENT)
+        for name, layer in kinds.items()
+    }
 
 
 def is_installed(model: torch.nn.Module, classes: Sequence[str]) -> bool:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from packhorse.collate.packed import ATTENTION
+from packhorse.collate.batch_formats import CONTIGUOUS, FLASH, batch_format_of, is_hub_kernel
+from packhorse.collate.batch_formats import declare_batch_format as declare_batch_format
 from packhorse.errors import ConfigError, require, suggest
 from packhorse.families import FAMILIES
 
@@ -31,33 +32,78 @@ VARLEN = "varlen"
 def use_attention(model: PreTrainedModel, attn_implementation: str) -> None:
     """Set the attention of a model's decoder; its vision tower does not change.
 
+    Like transformers, loads a kernel of the Hub, also in place of a package of flash attention that is not
+    installed, if the package ``kernels`` is.
+
     Raises:
-        ConfigError: the name is not registered with transformers, or its package is not installed.
+        ConfigError: the name is not registered with transformers, its package is not installed, or the kernel
+            cannot be loaded.
     """
-    check_attention(attn_implementation)
     # set_attn_implementation sets the whole model, and some classes reject a backend that their decoder runs
     # (Qwen-VL and flex_attention).
-    model.config.get_text_config()._attn_implementation = attn_implementation
+    model.config.get_text_config()._attn_implementation = check_attention(attn_implementation)
 
 
-def check_attention(attn_implementation: str) -> None:
-    """Raise :class:`ConfigError` if an attention cannot run here; register ``"varlen"``."""
+def check_attention(attn_implementation: str) -> str:
+    """Return the name that transformers runs an attention under; register ``"varlen"``, load a kernel.
+
+    Raises:
+        ConfigError: it cannot run here.
+    """
     transformers: Any = require("transformers", "train")
     require("transformers.masking_utils", "train").AttentionMaskInterface.register(VARLEN, varlen_mask)
     transformers.AttentionInterface.register(VARLEN, varlen_attention)
     known = {"eager", *transformers.AttentionInterface()}
-    if attn_implementation not in known:
-        hint = suggest(attn_implementation, sorted(known))
-        choices = ", ".join(sorted(known))
-        raise ConfigError.of("attn_implementation", attn_implementation, f"expected one of {choices}{hint}")
-    flash = attn_implementation == "flash_attention_2"
-    if flash and not require("transformers.utils", "train").is_flash_attn_2_available():
+    if attn_implementation in FLASH and attn_implementation not in installed_flash():
+        return _load_kernel(_substitute_kernel(attn_implementation))
+    if attn_implementation in known:
+        return attn_implementation
+    if is_hub_kernel(attn_implementation):
+        return _load_kernel(attn_implementation)
+    hint = suggest(attn_implementation, sorted(known))
+    choices = ", ".join(sorted(known))
+    raise ConfigError.of("attn_implementation", attn_implementation, f"expected one of {choices}{hint}")
+
+
+def installed_flash() -> frozenset[str]:
+    """Return the flash attentions of transformers whose package is installed, with a GPU."""
+    utilities = require("transformers.utils", "train")
+    checks = {name: getattr(utilities, f"is_flash_attn_{name[-1]}_available", None) for name in FLASH}
+    return frozenset(name for name, available in checks.items() if available is not None and available())
+
+
+def _has_kernels() -> bool:
+    return bool(require("transformers.utils", "train").is_kernels_available())
+
+
+def _substitute_kernel(flash: str) -> str:
+    """Return the kernel of the Hub that transformers runs if the package of a flash attention is missing."""
+    kernels = require("transformers.modeling_flash_attention_utils", "train").FLASH_ATTN_KERNEL_FALLBACK
+    if not _has_kernels() or flash not in kernels:
+        package = _FLASH_PACKAGES[flash]
         raise ConfigError(
-            "flash_attention_2 needs the package flash-attn and a GPU, which transformers does not find: "
-            "pip install flash-attn, or set attn_implementation='varlen', PyTorch's kernel",
+            f"{flash} needs the package {package} and a GPU, which transformers does not find: pip install "
+            f"{package} (or kernels, with which transformers gets it from the Hub), or set "
+            "attn_implementation='varlen', PyTorch's kernel",
             setting="attn_implementation",
-            value=attn_implementation,
+            value=flash,
         )
+    return str(kernels[flash])
+
+
+def _load_kernel(name: str) -> str:
+    """Load a kernel of the Hub and register it with transformers; return its name."""
+    if name in require("transformers", "train").AttentionInterface():
+        return name
+    if not _has_kernels():
+        why = "kernels of the Hub need the package kernels: pip install kernels, or use 'varlen'"
+        raise ConfigError.of("attn_implementation", name, why)
+    try:
+        require("transformers.integrations.hub_kernels", "train").load_and_register_attn_kernel(name)
+    except (ImportError, ValueError, AttributeError) as error:
+        why = f"the kernel cannot be loaded: {error}. Check its name and the network, or use 'varlen'"
+        raise ConfigError.of("attn_implementation", name, why) from error
+    return name
 
 
 def varlen_mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
@@ -198,8 +244,11 @@ BEST_ON_CUDA = ("varlen", "flash_attention_2", "flex_attention", "sdpa", "eager"
 BEST_ELSEWHERE = ("sdpa", "varlen", "eager")
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+_FLASH_PACKAGES = dict(zip(FLASH, ("flash-attn", "flash-attn-3", "flash-attn-4"), strict=True))
+# transformers passes attention sinks to these alone; to others it does not, silently.
+_FLASH_WITH_SINKS = ("flash_attention_4", "flash-attn4", "vllm-flash-attn3", "aiter-flash-attn")
 _WIDEST_HEAD = 256  # of the kernels of flash attention, which varlen uses too
-_AMPERE = (8, 0)
+_AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +261,8 @@ class AttentionInfo:
         capability: of the GPU; None without one.
         varlen: whether PyTorch has the varlen kernel.
         varlen_windows: whether that takes a sliding window.
-        flash: whether flash-attn is installed.
+        flash: the flash attentions that are installed.
+        kernels: whether the package ``kernels`` is, which loads kernels of the Hub.
         bidirectional: whether the tokens of an image attend to each other in both directions.
         softcap: whether scores are capped.
         sinks: whether there are attention sinks.
@@ -227,7 +277,8 @@ class AttentionInfo:
     capability: tuple[int, int] | None = None
     varlen: bool = True
     varlen_windows: bool = True
-    flash: bool = False
+    flash: frozenset[str] = frozenset()
+    kernels: bool = False
     bidirectional: bool = False
     softcap: bool = False
     sinks: bool = False
@@ -263,7 +314,8 @@ def inspect_attention(
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         varlen=takes is not None,
         varlen_windows="window_size" in (takes or ()),
-        flash=bool(require("transformers.utils", "train").is_flash_attn_2_available()),
+        flash=installed_flash(),
+        kernels=_has_kernels(),
         bidirectional=model.config.model_type in bidirectional,
         softcap=any(_values(config, "attn_logit_softcapping")),
         sinks=any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()),
@@ -304,23 +356,23 @@ def unsupported_features(info: AttentionInfo, backend: str, longest: int | None 
 
     ``longest`` is the tokens of the longest document, at most the pack size; None if unknown.
     """
-    if backend not in ATTENTION:
-        raise ConfigError.of(
-            "attn_implementation", backend, f"expected 'auto' or one of {', '.join(ATTENTION)}"
-        )
-    return (*_backend_problems(info, backend), *_window_problems(info, backend, longest))
+    batch_format = batch_format_of(backend, ("auto",))
+    return (*_backend_problems(info, backend, batch_format), *_window_problems(info, batch_format, longest))
 
 
-def _backend_problems(info: AttentionInfo, backend: str) -> Iterator[str]:
+def _backend_problems(info: AttentionInfo, backend: str, batch_format: str) -> Iterator[str]:
     """Yield what the backend lacks on this device, or for this model."""
-    varlen, flash, gpu = backend == "varlen", backend == "flash_attention_2", info.device == "cuda"
+    varlen, hub, gpu = backend == "varlen", is_hub_kernel(backend), info.device == "cuda"
+    flash = backend in FLASH or (hub and batch_format in CONTIGUOUS)
     if varlen and gpu and not info.varlen:
         yield "this PyTorch has no varlen kernel: update it (2.10 or later)"
     if varlen and gpu and info.window is not None and not info.varlen_windows:
         yield "this PyTorch's varlen kernel has no sliding window: update it"
-    if flash and gpu and not info.flash:
-        yield "flash-attn is not installed"
-    if flash and not gpu:
+    if backend in FLASH and gpu and backend not in info.flash and not info.kernels:
+        yield f"{_FLASH_PACKAGES[backend]} is not installed"
+    if hub and not info.kernels:
+        yield "the package kernels is not installed"
+    if flash and (info.device == "cpu" or (backend in FLASH and not gpu)):
         yield f"there is none on {info.device}"
     if backend == "flex_attention" and not gpu:
         yield f"it has no backward pass on {info.device}"
@@ -332,22 +384,26 @@ def _backend_problems(info: AttentionInfo, backend: str) -> Iterator[str]:
             yield "its kernel needs a GPU of compute capability 8.0 (Ampere) or later"
         if (info.head or 0) > _WIDEST_HEAD:
             yield f"its heads have up to {_WIDEST_HEAD} dimensions, the model's {info.head}"
-    if (varlen or flash) and info.bidirectional:
+        if backend == "flash_attention_4" and info.capability is not None and info.capability < _HOPPER:
+            yield "its kernel needs a GPU of compute capability 9.0 (Hopper) or later"
+    if batch_format in CONTIGUOUS and info.bidirectional:
         yield "it is causal, and images of this model attend in both directions"
-    if backend in ("varlen", "sdpa") and info.sinks:
+    if info.sinks and (
+        backend in ("varlen", "sdpa") or (flash and not any(name in backend for name in _FLASH_WITH_SINKS))
+    ):
         yield "it has no attention sinks, which this model uses"
     if backend in ("varlen", "sdpa") and info.softcap:
         yield "it has no cap on scores, which this model uses"
-    if backend in ("varlen", "flex_attention") and info.dropout:
+    if backend in ("varlen", "flex_attention", *FLASH[1:]) and info.dropout:
         yield f"it has no dropout: set attention_dropout=0 in the model's config (it is {info.dropout})"
 
 
-def _window_problems(info: AttentionInfo, backend: str, longest: int | None) -> Iterator[str]:
+def _window_problems(info: AttentionInfo, batch_format: str, longest: int | None) -> Iterator[str]:
     """Yield problems of layers with a window or chunks, which one mask for all layers cannot express."""
     lengths = "" if longest is None else f" (documents have up to {longest:,} tokens)"
     window = None if info.bidirectional else info.window  # transformers builds the masks of Gemma 3 and 4
     # The layer passes its window to kernels that separate documents.
-    masked = backend not in ("varlen", "flash_attention_2")
+    masked = batch_format not in CONTIGUOUS
     if window is not None and masked and (longest is None or longest > window):
         yield (
             f"a layer has a window of {window:,} tokens, and there is one mask for all layers{lengths}. If "

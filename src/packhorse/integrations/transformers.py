@@ -26,7 +26,7 @@ from packhorse.families.models import (
     unwrap,
 )
 from packhorse.families.packing import inspect_packing, packing_error
-from packhorse.families.stateful import install
+from packhorse.families.stateful import BOUNDARIES, PER_DOCUMENT, install
 from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
 from packhorse.integrations.loss import (
     check_plain_answers,
@@ -362,7 +362,9 @@ class Prepared:
     Attributes:
         model: name of the model's class.
         attn_implementation: of the decoder. A loader built with ``model=model`` makes batches for it.
-        stateful_layers: the layers that are called document by document, by their class: how many there are.
+        stateful_layers: the layers that carry state, by their class: how many there are.
+        kernels: of those, the classes that run in one call, with kernels that take the boundaries of
+            documents; the others are called document by document.
         computes_loss: whether hooks compute the model's own loss, because the installed transformers would
             shift the labels of a batch again.
         tested: whether tests of Packhorse show that packed rows are right for this class; else a tiny copy of
@@ -372,14 +374,15 @@ class Prepared:
     model: str
     attn_implementation: str
     stateful_layers: Mapping[str, int]
+    kernels: tuple[str, ...]
     computes_loss: bool
     tested: bool
 
     def __str__(self) -> str:
         parts = [f"{self.attn_implementation} attention"]
-        if self.stateful_layers:
-            named = ", ".join(f"{count} {name}" for name, count in self.stateful_layers.items())
-            parts.append(f"{named} called document by document")
+        for name, count in self.stateful_layers.items():
+            how = "with the boundaries of documents" if name in self.kernels else "document by document"
+            parts.append(f"{count} {name} called {how}")
         if self.computes_loss:
             parts.append("the loss computed from shift_labels by hooks")
         proof = "" if self.tested else " (measured on a tiny copy: packed equals unpacked)"
@@ -394,6 +397,7 @@ def prepare(
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
     longest: int | None = None,
+    stateful: str = "auto",
 ) -> Prepared:
     """Make a model of transformers ready for packed training.
 
@@ -407,11 +411,16 @@ def prepare(
             ``torch.compile``.
         attn_implementation: ``"varlen"``, ``"flash_attention_2"``, ``"flex_attention"``, ``"sdpa"`` or
             ``"eager"``; ``"auto"`` chooses the first of these that is right for the model (without a GPU
-            ``"sdpa"`` first).
+            ``"sdpa"`` first). Or another name of transformers, a flash kernel of the Hub, or a registered
+            function (:func:`packhorse.integrations.attention.declare_batch_format`).
         device: to train on; None for a GPU if there is one, else the model's.
         dtype: of the weights in computations, if different from now (mixed precision of FSDP).
         autocast: the dtype of ``torch.autocast`` around the forward pass (``bf16=True`` in the Trainer).
         longest: tokens of the longest document, if known: sliding windows at least as long do not matter.
+        stateful: how layers that carry state keep documents apart: ``"per_document"`` calls them for groups
+            of documents of similar length; ``"boundaries"`` calls them once, if packages with kernels that
+            take boundaries are installed (flash-linear-attention, causal-conv1d, mamba-ssm); ``"auto"`` is
+            ``"boundaries"`` on a GPU.
 
     Returns:
         What was set.
@@ -431,11 +440,18 @@ def prepare(
     for config in (inner.config, inner.config.get_text_config()):
         config.use_cache = False
     make_honour_shift_labels(inner)
-    layers = install(inner, packing.layers)
+    if stateful not in (choices := ("auto", PER_DOCUMENT, BOUNDARIES)):
+        raise ConfigError.of("stateful", stateful, f"expected one of {', '.join(choices)}")
+    layers = install(inner, packing.layers, stateful)
     if layers and model is not inner:
         torch.compiler.reset()  # code compiled before has no hooks
     prepared = Prepared(
-        type(inner).__name__, backend, layers, not honours_shift_labels(type(inner)), packing.tested
+        type(inner).__name__,
+        backend,
+        {name: count for name, (count, _) in layers.items()},
+        tuple(name for name, (_, mode) in layers.items() if mode == BOUNDARIES),
+        not honours_shift_labels(type(inner)),
+        packing.tested,
     )
     logger.info("%s", prepared)
     return prepared

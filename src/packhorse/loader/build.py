@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from packhorse.chat import IGNORE_INDEX, pad_token_id
+from packhorse.collate.batch_formats import batch_format_of
 from packhorse.collate.packed import collate_packs, loss_inputs
 from packhorse.collate.packer import Packer
 from packhorse.collate.padded import collate_samples, order_rows
@@ -262,7 +263,8 @@ class PackBuilder(BatchBuilder):
         self.collater: dict[str, Any] = {
             "padding_idx": self.packer.padding_idx,
             "max_length": config.pack_size if config.pad_to_size else None,
-            "attn_implementation": attn_backend(config, model),
+            # The format: a worker process has no declarations of this one.
+            "attn_implementation": batch_format_of(attn_backend(config, model)),
             "pixel_dtype": self.pixel_dtype,
             "config": model.config,
             "media_layout": config.pipeline_microbatches is not None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_o
 
 import torch
 
+from packhorse.collate.batch_formats import batch_format_of
 from packhorse.errors import ConfigError, require, suggest
 from packhorse.types import Rows, Task, World
 from packhorse.utils.pool import StartMethod
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 Data = str | os.PathLike[str] | Mapping[str, Any] | Rows
 Mode = Literal["pack", "pad"]
-AttnImplementation = Literal["sdpa", "eager", "flash_attention_2", "flex_attention", "varlen"]
+_AttnName = Literal[  # for completion; other names are in collate.batch_formats
+    "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "varlen"
+]
+AttnImplementation = _AttnName | str
 OnBad = Literal["skip", "raise"]
 OnOverlong = Literal["drop", "truncate", "raise"]
 Placeholder = Literal["auto", "never"]
@@ -79,8 +83,8 @@ class LoaderConfig:
         gradient_accumulation_steps: micro-steps per optimizer step; an epoch is padded to a multiple of it.
         pad_to_size: pad every batch to ``pack_size``, for compiled models; otherwise to its longest row.
         seed: random seed of planning and order, and of the numbers that a dataset draws for a sample.
-        attn_implementation: attention backend that packs are collated for; None takes the model's, or
-            ``"sdpa"`` without a model. A model that runs another one raises.
+        attn_implementation: attention backend that packs are collated for, also a flash kernel of the Hub;
+            None takes the model's, or ``"sdpa"`` without a model. A model that runs another one raises.
         pixel_dtype: dtype that pixels are converted to, such as ``"bfloat16"``; None takes the model's, or
             leaves pixels as they are.
         alignment: pad each document to a multiple of this many tokens (2 x context-parallel size).
@@ -155,6 +159,8 @@ class LoaderConfig:
         for name, hint in get_type_hints(LoaderConfig).items():
             if name not in ("data", "dataset_names"):
                 _check_value(name, getattr(self, name), hint)
+        if self.attn_implementation is not None:
+            batch_format_of(self.attn_implementation, ("None",))
         as_dtype(self.pixel_dtype)
         names = self.dataset_names
         if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
@@ -354,12 +360,12 @@ def _check_value(name: str, value: Any, hint: object) -> None:
     if value is None and or_none:
         return
     choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
-    if choices:
+    if choices and str not in options:
         if value not in choices:
             expected = ", ".join(map(repr, choices))
             raise ConfigError.of(name, value, f"expected one of {expected}{or_none}{suggest(value, choices)}")
         return
-    kinds = tuple(get_origin(option) or option for option in options)
+    kinds = tuple(get_origin(option) or option for option in options if get_origin(option) is not Literal)
     if int not in kinds and float not in kinds:
         if not isinstance(value, kinds):
             names = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))

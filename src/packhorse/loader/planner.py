@@ -181,6 +181,7 @@ class Planner:
         for column in (self.sample_info.media_masks, counts.patches, counts.images, counts.videos):
             media.update(np.ascontiguousarray(column).data)
         weights = self.weights
+        local = (weights.window_pairs, weights.chunk_pairs)
         source: Mapping[str, Any] = {
             "order": _ORDER,
             "mode": self.config.mode,
@@ -190,7 +191,11 @@ class Planner:
             "media": media.hexdigest(),
             "reserve": [self.reserve, int(self.reserved_mask)] if self.reserve else 0,
             "spread": self.config.spread_datasets,
-            "weights": [weights.token, weights.token_pair, weights.patch, weights.patch_pair],
+            # Without windows and chunks the same as in states of earlier versions. Lists, as JSON has them.
+            "weights": [
+                *(weights.token, weights.token_pair, weights.patch, weights.patch_pair),
+                *([[list(pair) for pair in pairs] for pairs in local] if any(local) else []),
+            ],
         }
         key = plan_key(self.lengths, self.capacity, source=source, **self._options)
         return {name: value for name, value in key.items() if name != "epoch"}

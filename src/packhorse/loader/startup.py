@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from packhorse.chat import Processor, is_tokenizer, pad_token_id
-from packhorse.collate.packed import ATTENTION, check_takes_batches_of
+from packhorse.collate.batch_formats import batch_format_of
+from packhorse.collate.packed import check_takes_batches_of
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import contents_of
 from packhorse.count.counting import count_meta
@@ -321,9 +322,7 @@ def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
     if config.pad_to_size and config.pack_size % config.alignment:
         expected = f"pad_to_size=True needs a multiple of alignment={config.alignment}"
         raise ConfigError.of("pack_size", config.pack_size, expected)
-    if attn_backend(config, model) not in ATTENTION:
-        expected = f"packs cannot be collated for it; load {model.name} with one of {', '.join(ATTENTION)}"
-        raise ConfigError.of("attn_implementation", model.attn_implementation, expected)
+    batch_format_of(attn_backend(config, model))
     check_router_loss(model.config)
     if model.loaded and config.attn_implementation is not None:
         check_takes_batches_of(model.name, model.attn_implementation, config.attn_implementation)

@@ -23,7 +23,7 @@ _DESCRIPTIONS = {
     "capacity": "the capacity of a pack",
     "rows": "the rows of the dataset",
     "media": "the media of the samples",
-    "weights": "the compute cost of tokens and patches (the model's sizes)",
+    "weights": "the compute cost of tokens and patches (the model's sizes, or another version's cost model)",
     "planner": "the version of the planner",
     "order": "the version of the schedule",
     "spread": "spread_datasets",

@@ -1,27 +1,27 @@
 """Cost of training on samples and packs, in floating-point operations.
 
-Per token and pair of tokens of a document for the language model, per patch and pair of patches of a media
-item for the vision encoder. Packs of equal length differ by up to a factor of two.
+Per token and pair of tokens of a document for the language model (layers with a window or chunks compute
+fewer pairs, layers with a state none), per patch and pair of patches of a media item for the vision encoder.
+Packs of equal length differ by up to a factor of two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from packhorse.errors import ConfigError
+from packhorse.plan.layer_costs import Config, decoder_layer_costs, get_setting, get_size
 from packhorse.types import MEDIA_KINDS, Floats, Integers, MediaMask
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from packhorse.plan.pack_plan import PackPlan
 
-Config: TypeAlias = "PretrainedConfig | Mapping[str, Any]"
+PairWeights: TypeAlias = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +32,31 @@ class CostWeights:
 
     Attributes:
         token: of the language model, without attention.
-        token_pair: attention, for each of the ``n * n`` pairs of a document of ``n`` tokens.
+        token_pair: full attention, for each of the ``n * n`` pairs of a document of ``n`` tokens.
         patch: of the vision encoder, without attention.
         patch_pair: attention, for each of the ``m * m`` pairs of a media item (a video: of a frame) of ``m``
             patches.
+        window_pairs: attention with a sliding window: for each window its tokens, and the weight of each
+            of its pairs (see :func:`token_pairs`).
+        chunk_pairs: the same for attention inside chunks.
     """
 
     token: float = 1.41e10
     token_pair: float = 2.01e5
     patch: float = 1.26e9
     patch_pair: float = 1.64e5
+    window_pairs: PairWeights = ()
+    chunk_pairs: PairWeights = ()
 
     def __post_init__(self) -> None:
-        for name, weight in asdict(self).items():
+        for name in ("token", "token_pair", "patch", "patch_pair"):
+            weight = getattr(self, name)
             if weight < 0 or (name == "token" and weight == 0):
                 raise ConfigError.of(name, weight, "expected 0 or more, and more than 0 for token")
+        for name in ("window_pairs", "chunk_pairs"):
+            if any(tokens < 1 or weight < 0 for tokens, weight in getattr(self, name)):
+                expected = "expected tokens of at least 1 and weights of 0 or more"
+                raise ConfigError.of(name, getattr(self, name), expected)
 
     @classmethod
     def of_model(cls, config: Config) -> CostWeights:
@@ -54,7 +64,7 @@ class CostWeights:
 
         A matrix of ``a`` by ``b`` costs ``2ab`` for each token. With hidden size ``h``, ``H`` heads and ``K``
         key heads of size ``d``, intermediate size ``i``, vocabulary ``v`` and ``L`` layers the language
-        model's:
+        model's, if all layers have full attention and an MLP:
 
         - token: ``L * (2h * (H + 2K) * d + 2h * H * d + 6hi) + 2hv``; of experts those that a token visits
         - token pair: ``L * 2Hd`` (scores and values are ``4Hd``, and causal attention needs half of them)
@@ -63,69 +73,50 @@ class CostWeights:
 
         - patch: ``l * (8h² + 4hi)``, and with window attention the pairs inside the window
         - patch pair: ``4h`` for each layer that attends over the whole media item
+
+        The config names the kind of each layer, and which have experts. Layers with a sliding window or
+        chunks have pairs inside these alone, as with kernels that skip masked pairs; gated delta nets, state
+        spaces and short convolutions have none, but cost more for each token. A kind that is unknown counts
+        as full attention.
         """
         text = _part(config, ("text_config", "llm_config", "language_config")) or config
         vision = _part(config, ("vision_config", "vision_tower_config"))
-        token, token_pair = _language(text)
+        head = 2 * get_size(text, "hidden_size") * get_size(text, "vocab_size")
+        layers = decoder_layer_costs(text)
+        full, windows, chunks = 0, Counter[int](), Counter[int]()
+        for layer in layers:
+            if layer.window is not None:
+                windows[layer.window] += layer.pair
+            elif layer.chunk is not None:
+                chunks[layer.chunk] += layer.pair
+            else:
+                full += layer.pair
+        token = head + sum(layer.token for layer in layers)
         patch, patch_pair = (0.0, 0.0) if vision is None else _vision(vision)
-        return cls(token, token_pair, patch, patch_pair)
+        return cls(float(token), float(full), patch, patch_pair, _weights(windows), _weights(chunks))
 
 
-def _language(config: Config) -> tuple[float, float]:
-    head = 2 * _size(config, "hidden_size") * _size(config, "vocab_size")
-    each = _get(config, "per_layer_config")  # newer transformers: layers may differ from each other
-    number = _size(config, "num_hidden_layers")
-    layers = [_layer(config if each is None else each[layer]) for layer in range(number)]
-    return float(sum(token for token, _ in layers) + head), float(sum(pair for _, pair in layers))
-
-
-def _layer(config: Config) -> tuple[int, int]:
-    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-    key_heads = _size(config, "num_key_value_heads", default=heads)
-    width = _size(config, "head_dim", default=hidden // heads)
-    experts = _size(config, "num_experts_per_tok", "num_experts_per_token", default=0)
-    inner = _size(config, "intermediate_size", default=0)
-    if experts:
-        inner = experts * _size(config, "moe_intermediate_size", "intermediate_size")
-        inner += _size(config, "shared_expert_intermediate_size", default=0)
-    attention = 2 * hidden * width * (2 * heads + 2 * key_heads)
-    return attention + 6 * hidden * inner, 2 * heads * width
+def _weights(pairs: Counter[int]) -> PairWeights:
+    return tuple((tokens, float(weight)) for tokens, weight in sorted(pairs.items()))
 
 
 def _vision(config: Config) -> tuple[float, float]:
     # Qwen2-VL calls the width embed_dim, and hidden_size what comes out at the end.
-    hidden = _size(config, "embed_dim", "hidden_size")
-    layers = _size(config, "depth", "num_hidden_layers")
-    ratio = _get(config, "mlp_ratio")
-    inner = round(hidden * ratio) if ratio else _size(config, "intermediate_size", default=4 * hidden)
-    gated = _get(config, "hidden_act") in ("silu", "swiglu")
+    hidden = get_size(config, "embed_dim", "hidden_size")
+    layers = get_size(config, "depth", "num_hidden_layers")
+    ratio = get_setting(config, "mlp_ratio")
+    inner = round(hidden * ratio) if ratio else get_size(config, "intermediate_size", default=4 * hidden)
+    gated = get_setting(config, "hidden_act") in ("silu", "swiglu")
     patch = layers * (8 * hidden**2 + (6 if gated else 4) * hidden * inner)
-    whole = _get(config, "fullatt_block_indexes")
+    whole = get_setting(config, "fullatt_block_indexes")
     if whole is None:
         return float(patch), float(layers * 4 * hidden)
-    window = (_size(config, "window_size") // _size(config, "patch_size")) ** 2
+    window = (get_size(config, "window_size") // get_size(config, "patch_size")) ** 2
     return float(patch + (layers - len(whole)) * 4 * hidden * window), float(len(whole) * 4 * hidden)
 
 
 def _part(config: Config, names: tuple[str, ...]) -> Config | None:
-    return next((part for name in names if (part := _get(config, name)) is not None), None)
-
-
-def _get(config: Config, name: str) -> Any:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-
-
-def _size(config: Config, *names: str, default: int | None = None) -> int:
-    for name in names:
-        value = _get(config, name)
-        if isinstance(value, (list, tuple)):  # one entry for each layer
-            value = max(value, default=None)
-        if value is not None:
-            return int(value)
-    if default is None:
-        problem = f"the model config has none of {', '.join(names)}: pass CostWeights(...) instead"
-        raise ConfigError(problem, setting=names[0])
-    return default
+    return next((part for name in names if (part := get_setting(config, name)) is not None), None)
 
 
 def sample_costs(
@@ -146,11 +137,36 @@ def sample_costs(
     """
     tokens = np.asarray(lengths, np.float64)
     costs: Floats = weights.token * tokens + weights.token_pair * tokens**2
+    for window, weight in weights.window_pairs:
+        costs += weight * token_pairs(tokens, window=window)
+    for chunk, weight in weights.chunk_pairs:
+        costs += weight * token_pairs(tokens, chunk=chunk)
     if patches is not None:
         vision = np.asarray(patches, np.float64)
         pairs = vision**2 if patch_pairs is None else np.asarray(patch_pairs, np.float64)
         costs += weights.patch * vision + weights.patch_pair * pairs
     return costs
+
+
+def token_pairs(lengths: npt.ArrayLike, *, window: int | None = None, chunk: int | None = None) -> Floats:
+    """Return the pairs of tokens of each document that attention may compute: ``n * n`` of ``n`` tokens.
+
+    With a ``window`` those less than ``window`` tokens apart, with a ``chunk`` those in the same chunk.
+    Causal attention computes half of them (with a token's pair with itself: ``(pairs + n) / 2``).
+
+    >>> token_pairs([3, 10]).tolist(), token_pairs([3, 10], window=4).tolist()
+    ([9.0, 100.0], [9.0, 58.0])
+    >>> token_pairs([3, 10], chunk=4).tolist()
+    [9.0, 36.0]
+    """
+    tokens = np.asarray(lengths, np.float64)
+    pairs: Floats = tokens**2
+    if window is not None:
+        outside = np.maximum(tokens - window, 0)
+        pairs -= outside * (outside + 1)
+    if chunk is not None:
+        pairs = tokens // chunk * float(chunk) ** 2 + (tokens % chunk) ** 2
+    return pairs
 
 
 def patch_pairs_of(media_patches: npt.ArrayLike, offsets: npt.ArrayLike, frames: npt.ArrayLike = 1) -> Floats:

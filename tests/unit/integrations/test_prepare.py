@@ -7,7 +7,7 @@ import torch
 
 from contract.tiny_models import MODELS, tiny_model
 from contract.torchvision_ops import make_torchvision_importable
-from packhorse.collate.packed import ATTENTION
+from packhorse.collate.batch_formats import ATTENTION
 from packhorse.errors import ConfigError
 from packhorse.families.models import attention_of
 from packhorse.integrations.attention import (
@@ -39,7 +39,7 @@ SMALL = {
 
 
 def gpu(**info: Any) -> AttentionInfo:
-    return AttentionInfo("cuda", **{"capability": (9, 0), "flash": True, **info})
+    return AttentionInfo("cuda", **{"capability": (9, 0), "flash": frozenset({"flash_attention_2"}), **info})
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -66,12 +66,12 @@ def test_only_the_decoder_changes() -> None:
         (gpu(window=512), "varlen"),
         (gpu(varlen=False), "flash_attention_2"),
         (gpu(varlen_windows=False, window=512), "flash_attention_2"),
-        (gpu(varlen=False, flash=False), "flex_attention"),
+        (gpu(varlen=False, flash=frozenset()), "flex_attention"),
         (gpu(softcap=True), "flash_attention_2"),
-        (gpu(softcap=True, flash=False), "flex_attention"),
-        (gpu(sinks=True, flash=False), "flex_attention"),
+        (gpu(softcap=True, flash=frozenset()), "flex_attention"),
+        (gpu(sinks=True, flash=frozenset()), "flex_attention"),
         (gpu(dropout=0.1), "flash_attention_2"),
-        (gpu(dropout=0.1, flash=False), "sdpa"),
+        (gpu(dropout=0.1, flash=frozenset()), "sdpa"),
         (gpu(bidirectional=True, window=512), "flex_attention"),
         (gpu(dtype=torch.float32), "flex_attention"),
         (gpu(capability=(7, 5), dtype=torch.float16), "flex_attention"),
@@ -92,13 +92,42 @@ def test_auto_takes_the_fastest_backend_that_is_right(info: AttentionInfo, expec
             choose_attention(info, faster)
 
 
+@pytest.mark.parametrize(
+    ("info", "name", "problem"),
+    [
+        (gpu(), "flash_attention_3", "flash-attn-3 is not installed"),
+        (gpu(), "kernels-community/flash-attn2", "kernels is not installed"),
+        (gpu(kernels=True, sinks=True), "kernels-community/flash-attn2", "attention sinks"),
+        (gpu(sinks=True), "flash_attention_2", "attention sinks"),
+        (gpu(kernels=True, dropout=0.1), "flash_attention_3", "dropout"),
+        (gpu(kernels=True, bidirectional=True), "kernels-community/flash-attn2", "both directions"),
+        (gpu(kernels=True, dtype=torch.float32), "kernels-community/vllm-flash-attn3", "bfloat16"),
+        (gpu(kernels=True, capability=(8, 0)), "flash_attention_4", "Hopper"),
+        (AttentionInfo("cpu", kernels=True), "kernels-community/flash-attn2", "none on cpu"),
+        (AttentionInfo("mps"), "flash_attention_3", "none on mps"),
+    ],
+)
+def test_other_flash_attentions_are_rejected_where_they_are_wrong(
+    info: AttentionInfo, name: str, problem: str
+) -> None:
+    with raises_config("attn_implementation", name, match=problem):
+        choose_attention(info, name)
+
+
+def test_other_flash_attentions_are_taken_where_they_run() -> None:
+    assert choose_attention(gpu(kernels=True, window=512), "flash_attention_3") == "flash_attention_3"
+    assert choose_attention(gpu(flash=frozenset({"flash_attention_4"})), "flash_attention_4")
+    for name in ("kernels-community/vllm-flash-attn3", "kernels-community/flash-attn4@main"):
+        assert choose_attention(gpu(kernels=True, sinks=True), name) == name
+
+
 def test_auto_considers_every_backend_that_batches_are_made_for() -> None:
     assert set(BEST_ON_CUDA) == set(ATTENTION)
     assert set(BEST_ELSEWHERE) < set(ATTENTION)
 
 
 def test_a_window_that_no_document_is_longer_than_is_none() -> None:
-    info = gpu(window=4096, dropout=0.1, flash=False)
+    info = gpu(window=4096, dropout=0.1, flash=frozenset())
     with raises_config("attn_implementation", "auto", match="window of 4,096 tokens"):
         choose_attention(info)
     with raises_config("attn_implementation", "auto", match="up to 4,097 tokens"):
@@ -113,7 +142,7 @@ def test_gemma_3_is_rejected_by_causal_kernels(backend: str) -> None:
 
 
 def test_an_unknown_backend_is_rejected_with_the_known_ones() -> None:
-    with raises_config("attn_implementation", "fast", match=r"expected 'auto' or one of sdpa, .*varlen"):
+    with raises_config("attn_implementation", "fast", match=r"expected one of auto, sdpa, .*varlen"):
         prepare(tiny_model("qwen2_vl", seed=5), "fast")
 
 

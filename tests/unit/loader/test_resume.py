@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from contract.tiny_models import tiny_model
 from count_samples import chat, write_meta, write_rows
 from loader_samples import delivered_rows, load, mixed_rows, texts
 from packhorse.errors import BadSample, ConfigError
@@ -343,6 +344,20 @@ def test_packs_that_another_solver_has_planned_are_rejected():
     with raises_config("packs", "of another version", match="scipy"):
         loader.load_state_dict(state)
     assert loader.state_dict() == before
+
+
+def test_the_cost_of_windows_is_in_the_state_of_models_that_have_them_alone():
+    def made_from(name):
+        loader = load(texts(20), family=name, model=tiny_model(name).config)
+        delivered_rows(loader, 2)
+        state = json.loads(json.dumps(loader.state_dict()))
+        load(texts(20), family=name, model=tiny_model(name).config).load_state_dict(state)
+        return state["made_from"]["source"]["weights"]
+
+    assert len(made_from("qwen2_vl")) == 4  # as in states of earlier versions
+    *_, windows, chunks = made_from("gemma3")
+    assert [window for window, _ in windows] == [512]
+    assert chunks == []
 
 
 @pytest.mark.parametrize(

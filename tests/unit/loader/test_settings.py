@@ -15,7 +15,7 @@ import pytest
 import packhorse
 from loader_samples import load, texts
 from packhorse import LoaderConfig
-from packhorse.collate.packed import ATTENTION
+from packhorse.collate.batch_formats import NAMES
 from packhorse.encode.robust import RobustDatasetWrapper
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.loader.config import _OTHER_NAMES, AttnImplementation
@@ -99,14 +99,14 @@ def test_names_of_other_libraries_lead_to_settings() -> None:
 
 
 def test_the_attention_names_are_those_of_the_collate_functions() -> None:
-    assert get_args(AttnImplementation) == ATTENTION
+    assert get_args(get_args(AttnImplementation)[0]) == NAMES
 
 
 @pytest.mark.parametrize(
     ("setting", "value", "expected"),
     [
         ("mode", "pakc", r"one of 'pack', 'pad' \(did you mean 'pack'\?\)"),
-        ("attn_implementation", "flash", r"one of 'sdpa', .*or None \(did you mean 'flash_att"),
+        ("attn_implementation", "flash", r"one of None, sdpa, .*\(did you mean 'flash_att"),
         ("multiprocessing_context", "threads", "one of 'fork'"),
         ("pixel_dtype", "bf16", "the name of a torch dtype"),
         ("pixel_dtype", 16, "str or dtype, or None"),
@@ -142,7 +142,7 @@ def test_a_model_with_another_attention_raises_when_the_loader_is_built() -> Non
 
     model = copy.deepcopy(tiny_model("qwen2_vl"))
     model.config.get_text_config()._attn_implementation = "paged|sdpa"
-    with raises_config("attn_implementation", "paged|sdpa", match=r"load \w+ with one of"):
+    with raises_config("attn_implementation", "paged|sdpa", match=r"generation; packs .* one of sdpa"):
         load(texts(4), model=model)
 
 

@@ -1,0 +1,65 @@
+"""Compare packed with unpacked documents in layers that pass boundaries on to kernels; print JSON.
+
+Runs in an interpreter of its own: transformers looks for kernels when it is imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from contract.test_packable_types import decoder, with_random_weights
+from noise_floor import largest_difference, noise_floor, relative_difference
+from packhorse.families.packing import STATEFUL_LAYERS
+from packhorse.families.stateful import BOUNDARIES, PER_DOCUMENT, boundary_arguments, install, layers_of
+
+_LENGTHS = (9, 2, 13)
+
+
+def run(model: Any, ids: torch.Tensor, lengths: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
+    """Return the logits of documents in one row, and the gradients of a sum over them."""
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    seen = (numbers[:, None] == numbers) & torch.ones(len(numbers), len(numbers)).tril().bool()
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    inputs = {"attention_mask": seen[None, None]} if len(lengths) > 1 else {}
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits
+    logits.square().sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return logits.detach(), gradients
+
+
+def compare(name: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    plain = with_random_weights(decoder(name)).train()
+    models = {mode: copy.deepcopy(plain) for mode in (BOUNDARIES, PER_DOCUMENT)}
+    used = {mode: install(model, STATEFUL_LAYERS[name], mode) for mode, model in models.items()}
+    ids = torch.randint(5, 90, (1, sum(_LENGTHS)))
+    parts = [run(plain, part, (part.shape[1],)) for part in ids.split(_LENGTHS, 1)]
+    alone = torch.cat([logits for logits, _ in parts], 1)
+    summed = {key: sum(gradients[key] for _, gradients in parts) for key in parts[0][1]}
+    (packed, gradients), (grouped, of_groups) = (run(model, ids, _LENGTHS) for model in models.values())
+    # Control: the same layers with one boundary too few.
+    leaking, wrong = run(models[BOUNDARIES], ids, (_LENGTHS[0] + _LENGTHS[1], _LENGTHS[2]))
+    layer = next(iter(layers_of(plain, STATEFUL_LAYERS[name]).values()))
+    return {
+        "mode": {mode: next(iter(found.values()))[1] for mode, found in used.items()},
+        "arguments": boundary_arguments(layer),
+        "difference": largest_difference(packed, alone),
+        "floor": noise_floor(alone, grouped),
+        "control": largest_difference(leaking, alone),
+        "gradients": relative_difference(gradients, summed),
+        "gradient_control": relative_difference(wrong, summed),
+        "gradient_floor": noise_floor(summed, of_groups, measure=relative_difference),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: compare(name) for name in sys.argv[1:]}))

@@ -1,0 +1,204 @@
+"""The operations of each kind of layer, against those that PyTorch counts in a real model.
+
+PyTorch counts matrix products and convolutions. It sees neither elementwise operations (the scan of a state
+space as transformers computes it without kernels) nor triangular systems (the delta rule), and no masks: all
+pairs of a layer with a window. So the sizes here make the scan small, and pairs are compared without masks;
+windows are compared with transformers' masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.masking_utils import create_chunked_causal_mask, create_sliding_window_causal_mask
+
+from packhorse.neat_packing_vlm import CostWeights, sample_costs, token_pairs
+from packhorse.plan.layer_costs import decoder_layer_costs
+from raising import raises_config
+
+TEXT = {
+    **{"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+DELTA = {
+    **{"hidden_size": 512, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
+LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 24}
+MAMBA_2 = {"hidden_size": 512, "mamba_n_heads": 16, "mamba_d_state": 1, "mamba_chunk_size": 32}
+HALF = ["linear_attention", "full_attention"] * 2
+CONV = ["conv", "conv", "full_attention", "conv"]
+
+Make = Callable[[], Any]
+
+
+def text(name: str, *without: str, **settings: Any) -> Make:
+    kept = {key: value for key, value in TEXT.items() if key not in without}
+    return lambda: getattr(transformers, name)(**(kept | settings))
+
+
+CONFIGS: dict[str, Make] = {
+    "full attention": text("LlamaConfig"),
+    "one window": text("MistralConfig", sliding_window=16),
+    "two matrices": text("Starcoder2Config", "head_dim"),
+    "two matrices, no size of them": lambda: transformers.GPT2Config(
+        vocab_size=128, n_embd=128, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
+    ),
+    "gated delta net": text("Qwen3_5TextConfig", **DELTA),
+    "gated delta net and experts": text(
+        "Qwen3NextConfig", **DELTA | EXPERTS, shared_expert_intermediate_size=96
+    ),
+    "gated delta net, no gated attention": text("OlmoHybridConfig", "head_dim", **DELTA),
+    "short convolution": text("Lfm2Config", "head_dim", layer_types=CONV, block_multiple_of=32),
+    "short convolution and experts": text(
+        "Lfm2MoeConfig", "head_dim", layer_types=CONV, num_dense_layers=1, **EXPERTS
+    ),
+    "layers of one block": text(
+        "NemotronHConfig",
+        "num_hidden_layers",
+        hybrid_override_pattern="M*-ME",
+        **{"hidden_size": 512, "mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 1},
+        **{"n_groups": 1, "chunk_size": 32, "n_routed_experts": 4, "moe_intermediate_size": 64},
+        moe_shared_expert_intermediate_size=96,
+    ),
+    "windows": text("Gemma3TextConfig", sliding_window=16),
+    "windows, shared keys, inputs per layer": text(
+        "Gemma4TextConfig",
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        **{"sliding_window": 16, "global_head_dim": 64, "num_kv_shared_layers": 2},
+        **{"use_double_wide_mlp": True, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 128},
+    ),
+    "dense MLP and experts": text(
+        "Gemma4TextConfig",
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        **{"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+        **{"moe_intermediate_size": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    # transformers computes all experts of Llama 4 for every token: here there is one.
+    "chunks": text(
+        "Llama4TextConfig",
+        **{"intermediate_size_mlp": 384, "attention_chunk_size": 16, "num_local_experts": 1},
+        interleave_moe_layer_step=2,
+    ),
+    "windows and experts": text("GptOssConfig", num_local_experts=4, num_experts_per_tok=2),
+    "experts in some layers": text("Qwen3MoeConfig", **EXPERTS, decoder_sparse_step=2, mlp_only_layers=[1]),
+    "experts by interval": text(
+        "Ernie4_5_MoeConfig",
+        "head_dim",
+        **{"moe_k": 2, "moe_num_experts": 4, "moe_intermediate_size": 64, "moe_layer_interval": 2},
+    ),
+    "latent attention, experts after the first layer": text(
+        "DeepseekV3Config",
+        "head_dim",
+        **LATENT | {"q_lora_rank": 48, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1},
+        **{"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 4},
+    ),
+    "delta attention": text(
+        "KimiLinearConfig",
+        "head_dim",
+        **LATENT | {"hidden_size": 512, "linear_head_dim": 16, "linear_num_heads": 4},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        **{"num_key_value_heads": 4, "layer_types": HALF},
+    ),
+    "Mamba-1": lambda: transformers.MambaConfig(
+        vocab_size=128, hidden_size=128, num_hidden_layers=2, state_size=4
+    ),
+    "Mamba-1 and experts": text(
+        "JambaConfig", "head_dim", num_experts=4, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4
+    ),
+    "Mamba-2": text("BambaConfig", "head_dim", attn_layer_indices=[1], **MAMBA_2),
+    "Mamba-2 next to attention": text("FalconH1Config", **MAMBA_2, mamba_d_ssm=1024),
+    "Mamba-2 and experts": text(
+        "GraniteMoeHybridConfig",
+        "head_dim",
+        layer_types=HALF,
+        **MAMBA_2 | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 96},
+    ),
+    "Mamba-2 without experts": text(
+        "GraniteMoeHybridConfig", "head_dim", layer_types=HALF, num_local_experts=0, **MAMBA_2
+    ),
+    "lightning attention": text("MiniMaxConfig", num_local_experts=4, block_size=32),
+    "recurrent units": text("RecurrentGemmaConfig", "head_dim", attention_window_size=64),
+}
+
+
+def counted_flops(config: Any, length: int) -> int:
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the counter does not know grouped products
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.arange(length)[None] % config.vocab_size, use_cache=False)
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_operations_are_those_that_pytorch_counts(name: str) -> None:
+    config = CONFIGS[name]()
+    short, long = 64, 128
+    counts = {length: counted_flops(config, length) for length in (short, long)}
+    # Both are token * n + pair * n**2.
+    pair = (counts[long] - 2 * counts[short]) / (long**2 - 2 * short**2)
+    token = counts[short] / short - pair * short
+    weights = CostWeights.of_model(config)
+    assert weights.token == pytest.approx(token, rel=0.03)
+    local = sum(weight for _, weight in weights.window_pairs + weights.chunk_pairs)
+    # The counter counts all pairs, the weights half of them. Padding of convolutions is a constant.
+    assert 2 * (weights.token_pair + local) == pytest.approx(pair, rel=0.03, abs=4)
+
+
+def test_layers_with_a_state_have_no_pairs() -> None:
+    config = transformers.Qwen3_5Config()
+    layers = decoder_layer_costs(config.text_config)
+    kinds = config.text_config.layer_types
+    assert [layer.pair > 0 for layer in layers] == [kind == "full_attention" for kind in kinds]
+    full = 2 * config.text_config.num_attention_heads * config.text_config.head_dim
+    assert CostWeights.of_model(config).token_pair == kinds.count("full_attention") * full
+
+
+def test_windows_and_chunks_are_those_of_the_layers() -> None:
+    gemma = transformers.Gemma3TextConfig(sliding_window=512)
+    weights, kinds = CostWeights.of_model(gemma), gemma.layer_types
+    pair = 2 * gemma.num_attention_heads * gemma.head_dim
+    assert weights.window_pairs == ((512, kinds.count("sliding_attention") * pair),)
+    assert weights.token_pair == kinds.count("full_attention") * pair
+    llama = transformers.Llama4TextConfig()
+    ((chunk, _),) = CostWeights.of_model(llama).chunk_pairs
+    assert chunk == llama.attention_chunk_size
+    qwen = transformers.Qwen2Config()  # it names a window and does not use it
+    assert not CostWeights.of_model(qwen).window_pairs
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 31])
+def test_the_pairs_of_a_window_and_of_a_chunk_are_those_of_transformers_masks(length: int) -> None:
+    config = transformers.LlamaConfig(sliding_window=8, attention_chunk_size=8, attn_implementation="sdpa")
+    options = {"inputs_embeds": torch.zeros(1, length, 8), "attention_mask": None, "past_key_values": None}
+    for make, pairs in (
+        (create_sliding_window_causal_mask, token_pairs(length, window=8)),
+        (create_chunked_causal_mask, token_pairs(length, chunk=8)),
+    ):
+        mask = make(config, **options, allow_is_causal_skip=False)
+        assert int(mask.sum()) == (pairs + length) / 2
+
+
+def test_a_window_no_shorter_than_a_document_is_none() -> None:
+    lengths = np.arange(9)
+    for limit in ({"window": 8}, {"chunk": 8}):
+        assert np.array_equal(token_pairs(lengths, **limit), lengths**2.0)
+    weights = CostWeights(1, 2, 3, 4, ((8, 10.0),), ((4, 100.0),))
+    expected = [16 + 2 * 256 + 10 * (256 - 8 * 9) + 100 * 4 * 16]
+    assert sample_costs([16], weights).tolist() == expected
+
+
+def test_weights_of_pairs_are_checked() -> None:
+    with raises_config("window_pairs", ((0, 1.0),)):
+        CostWeights(window_pairs=((0, 1.0),))
+    with raises_config("chunk_pairs", ((8, -1.0),)):
+        CostWeights(chunk_pairs=((8, -1.0),))
