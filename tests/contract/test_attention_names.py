@@ -120,5 +120,5 @@ def test_prepare_sets_a_declared_function(registry: type[AttentionInterface]) ->
     with raises_config("attn_implementation", "my_attention", match="declare_batch_format"):
         packhorse.prepare(model, "my_attention")
     declare_batch_format("my_attention", "varlen")
-    assert packhorse.prepare(model, "my_attention") == "my_attention"
+    assert packhorse.prepare(model, "my_attention").attn_implementation == "my_attention"
     assert model.config.get_text_config()._attn_implementation == "my_attention"

@@ -97,7 +97,8 @@ def row(model: Any, parts: Any, masked: bool = True, keep_apart: bool = True) ->
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
     with torch.no_grad():
-        return model(**inputs, use_cache=False).logits
+        logits: torch.Tensor = model(**inputs, use_cache=False).logits
+    return logits
 
 
 def packed_and_alone(model: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

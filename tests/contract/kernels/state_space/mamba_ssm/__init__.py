@@ -115,7 +115,8 @@ def mamba_split_conv1d_scan_combined(
 
 def _norm(value: torch.Tensor, weight: torch.Tensor, eps: float, groups: int) -> torch.Tensor:
     parts = value.unflatten(-1, (groups, -1))
-    return (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(-2) * weight
+    normed: torch.Tensor = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
+    return normed.flatten(-2) * weight
 
 
 def selective_state_update(*arguments: Any) -> torch.Tensor:
