@@ -44,8 +44,8 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
 )
 
 _OF_FAMILIES = {
-    **{name: partial(tiny_model, name) for name in MODELS},
-    **{name: partial(text_model, name) for name in TEXT_MODELS if name != "nemotron_omni"},
+    **{name: partial(tiny_model, name, by_document=False) for name in MODELS},
+    **{name: partial(text_model, name) for name in TEXT_MODELS},
 }
 _DECODERS = [
     name

@@ -179,6 +179,8 @@ class DocumentMask:
 class PackedBlockMask(BlockMask):
     """A BlockMask whose ``to`` moves its document numbers too."""
 
+    ndim = 4  # as any mask has it: transformers reads it for layers that carry state along the sequence
+
     def to(self, device: Any) -> PackedBlockMask:
         """Return the mask on another device; ``BlockMask.to`` does not move what its ``mask_mod`` holds."""
         moved = super().to(device)
