@@ -30,7 +30,7 @@ def plain(name: str) -> Any:
     return with_random_weights(decoder(name))
 
 
-def prepared(name: str) -> Any:
+def prepare_model(name: str) -> Any:
     model = plain(name)
     packhorse.prepare(model, "sdpa", device="cpu")
     return model
@@ -69,7 +69,7 @@ def alone(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_gives_the_same_gradients(name: str, reentrant: bool, parity: Any) -> None:
-    model = prepared(name).train()
+    model = prepare_model(name).train()
     logits, expected = run(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
@@ -85,7 +85,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, reentrant: b
 @pytest.mark.parametrize("name", NAMES)
 def test_a_compiled_model_gives_what_the_model_gives(name: str, parity: Any) -> None:
     expected = alone(plain(name))
-    model = prepared(name)
+    model = prepare_model(name)
     before = torch.compile(plain(name), backend="eager")
     with torch.no_grad():
         before(**batch())
@@ -101,7 +101,7 @@ def test_a_compiled_model_gives_what_the_model_gives(name: str, parity: Any) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_of_padding_alone_trains_nothing_and_does_not_fail(name: str) -> None:
-    model = prepared(name).train()
+    model = prepare_model(name).train()
     logits, gradients = run(model, batch(tuple(range(sum(LENGTHS)))))
     assert bool(logits.isfinite().all())
     assert all(bool(gradient.isfinite().all()) for gradient in gradients.values())
@@ -110,7 +110,7 @@ def test_a_batch_of_padding_alone_trains_nothing_and_does_not_fail(name: str) ->
 
 def test_hidden_tokens_do_not_reach_the_tokens_after_them(parity: Any) -> None:
     """Two tokens at the start of document 3 are hidden: what is left is the document without them."""
-    model = prepared("lfm2")
+    model = prepare_model("lfm2")
     start = sum(LENGTHS[:2])
     inputs = batch((start, start + 1))
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_hidden_tokens_do_not_reach_the_tokens_after_them(parity: Any) -> None:
 
 
 def test_many_short_documents_take_few_calls() -> None:
-    model = prepared("lfm2")
+    model = prepare_model("lfm2")
     (layer,) = layers_of(model, STATEFUL_LAYERS["lfm2"]).values()
     calls = []
     layer.in_proj.register_forward_hook(lambda *_: calls.append(1))
@@ -177,7 +177,7 @@ def test_rows_of_zeros_separate_the_documents_of_one_call() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_not_packed_runs_as_in_a_model_that_is_not_prepared(name: str) -> None:
-    model, other = prepared(name), plain(name)
+    model, other = prepare_model(name), plain(name)
     mask = torch.ones_like(IDS)
     mask[1, -5:] = 0
     model.train(), other.train()
@@ -193,12 +193,12 @@ def test_generation_is_as_before(name: str) -> None:
     mask = torch.ones_like(IDS)
     mask[1, :4] = 0
     for inputs in ({"input_ids": IDS}, {"input_ids": IDS, "attention_mask": mask}):
-        found, expected = (model.generate(**inputs, **options) for model in (prepared(name), plain(name)))
+        found, expected = (model.generate(**inputs, **options) for model in (prepare_model(name), plain(name)))
         assert torch.equal(found, expected)
 
 
 def test_a_prepared_model_is_saved_copied_and_pickled(tmp_path: Path, parity: Any) -> None:
-    model, other = prepared("lfm2"), plain("lfm2")
+    model, other = prepare_model("lfm2"), plain("lfm2")
     assert model.state_dict().keys() == other.state_dict().keys()
     expected = run(model)[0]
     file = io.BytesIO()
@@ -219,7 +219,7 @@ def test_a_prepared_model_is_saved_copied_and_pickled(tmp_path: Path, parity: An
 
 
 def test_a_layer_that_is_replaced_after_preparing_is_noticed() -> None:
-    model = prepared("lfm2")
+    model = prepare_model("lfm2")
     (layer,) = layers_of(model, STATEFUL_LAYERS["lfm2"]).values()
     layer.forward = type(layer).forward.__get__(layer)
     with raises_config("model", match="call prepare last"):
@@ -285,7 +285,7 @@ def test_data_parallel_wrappers_of_a_hybrid_model_are_packed_right(
     try:
         mesh = init_device_mesh("cpu", (1,))
         for wrap in (DistributedDataParallel, lambda model: fully_shard(model, mesh=mesh)):
-            model = prepared("lfm2") if first == "prepare" else plain("lfm2")
+            model = prepare_model("lfm2") if first == "prepare" else plain("lfm2")
             if first == "prepare":
                 for layer in model.model.layers:
                     if wrap is not DistributedDataParallel:
@@ -367,7 +367,7 @@ def test_a_class_that_has_no_tiny_copy_is_rejected_with_the_reason() -> None:
 
 
 def test_installing_twice_changes_nothing() -> None:
-    model = prepared("lfm2")
+    model = prepare_model("lfm2")
     hooks = [len(module._forward_hooks) for module in model.modules()]
     install(model, STATEFUL_LAYERS["lfm2"])
     assert [len(module._forward_hooks) for module in model.modules()] == hooks

@@ -443,6 +443,8 @@ def prepare(
     Raises:
         ConfigError: the backend would be wrong for this model, or the model cannot be trained on packs.
     """
+    if stateful not in (choices := ("auto", PER_DOCUMENT, BOUNDARIES)):
+        raise ConfigError.of("stateful", stateful, f"expected one of {', '.join(choices)}")
     inner = unwrap(model)
     check_router_loss(inner.config, True)
     packing = inspect_packing(model)
@@ -456,8 +458,6 @@ def prepare(
         config.use_cache = False
     make_honour_shift_labels(inner)
     install_router_loss(inner)
-    if stateful not in (choices := ("auto", PER_DOCUMENT, BOUNDARIES)):
-        raise ConfigError.of("stateful", stateful, f"expected one of {', '.join(choices)}")
     layers = install(inner, packing.layers, stateful)
     if (layers or is_installed(inner)) and model is not inner:
         torch.compiler.reset()  # code compiled before has no hooks
