@@ -173,7 +173,7 @@ _QWEN: dict[str, Any] = {
 TEMPLATES: dict[str, str] = {
     "qwen2_vl": chatml(default_system=True, **_QWEN),
     "qwen2_5_vl": chatml(default_system=True, **_QWEN),
-    **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), _qwen3_vl()),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3_vl()),
     "qwen3_omni": chatml(audio="<|audio_start|><|audio_pad|><|audio_end|>", **_QWEN),
     "kimi_vl": _kimi("<|media_start|>image<|media_content|><|media_pad|><|media_end|>", default_system=True),
     "kimi_k25": _kimi(

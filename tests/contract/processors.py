@@ -247,7 +247,7 @@ def _nemotron_parse() -> Any:
     return NemotronParseProcessor(words)
 
 
-QWEN3_VL = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
+QWEN3_VL = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Models with the processor of Qwen3-VL."""
 
 _IMAGE = frozenset({"image"})

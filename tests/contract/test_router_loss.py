@@ -23,7 +23,6 @@ import torch.nn.functional as F
 import packhorse
 from contract.processors import processor
 from contract.test_packable_types import _DECODERS, decoder, with_random_weights
-from contract.text_models import text_model
 from contract.tiny_models import tiny_model
 from loader_samples import chat, image, texts
 from noise_floor import largest_difference, noise_floor, relative_difference
@@ -281,7 +280,7 @@ def test_a_forward_pass_that_is_replaced_after_prepare_is_an_error(mixtral: Any)
 
 @pytest.fixture
 def experts() -> Any:
-    model = copy.deepcopy(text_model("qwen3_vl_moe"))
+    model = copy.deepcopy(tiny_model("qwen3_vl_moe"))
     text = model.config.get_text_config()
     text.output_router_logits, text.router_aux_loss_coef = True, 0.5
     return model

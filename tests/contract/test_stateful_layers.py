@@ -193,7 +193,9 @@ def test_generation_is_as_before(name: str) -> None:
     mask = torch.ones_like(IDS)
     mask[1, :4] = 0
     for inputs in ({"input_ids": IDS}, {"input_ids": IDS, "attention_mask": mask}):
-        found, expected = (model.generate(**inputs, **options) for model in (prepare_model(name), plain(name)))
+        found, expected = (
+            model.generate(**inputs, **options) for model in (prepare_model(name), plain(name))
+        )
         assert torch.equal(found, expected)
 
 

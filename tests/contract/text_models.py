@@ -55,13 +55,6 @@ def _qwen3_omni() -> Any:
     return Qwen3OmniMoeThinkerForConditionalGeneration(config)
 
 
-def _qwen3_vl_moe() -> Any:
-    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
-
-    config = Qwen3VLMoeConfig(text_config=_TEXT | _EXPERTS | _MROPE, vision_config=_QWEN3_VISION)
-    return Qwen3VLMoeForConditionalGeneration(config)
-
-
 def _kimi_k25() -> Any:
     from transformers import Kimi_K25ForConditionalGeneration
     from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25Config
@@ -84,7 +77,6 @@ def _phi4_mm() -> Any:
 
 _BUILD = {
     "qwen3_omni": _qwen3_omni,
-    "qwen3_vl_moe": _qwen3_vl_moe,
     "kimi_k25": _kimi_k25,
     "phi4_mm": _phi4_mm,
 }

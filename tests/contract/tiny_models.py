@@ -94,6 +94,22 @@ def _qwen3_vl() -> Any:
     return Qwen3VLForConditionalGeneration(config)
 
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def _qwen3_vl_moe() -> Any:
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    name = "qwen3_vl_moe"
+    text = _text(name, head_dim=16, rope_parameters=_mrope(4, 2, 2, interleaved=True))
+    config = Qwen3VLMoeConfig(
+        text_config=text | _EXPERTS,
+        vision_config=_qwen_vision(num_position_embeddings=64, deepstack_visual_indexes=[0]),
+        **_qwen_ids(name),
+    )
+    return Qwen3VLMoeForConditionalGeneration(config)
+
+
 def _qwen3_5_text(name: str) -> dict[str, Any]:
     """One layer of linear attention, whose state runs along the row, and one of full attention."""
     return _text(
@@ -124,9 +140,8 @@ def _qwen3_5_moe() -> Any:
     from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
     name = "qwen3_5_moe"
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = Qwen3_5MoeConfig(
-        text_config=_qwen3_5_text(name) | experts | {"shared_expert_intermediate_size": 32},
+        text_config=_qwen3_5_text(name) | _EXPERTS | {"shared_expert_intermediate_size": 32},
         vision_config=_qwen_vision(num_position_embeddings=64),
         **_qwen_ids(name),
     )
@@ -360,6 +375,7 @@ _BUILD = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5": _qwen3_5,
     "qwen3_5_moe": _qwen3_5_moe,
     "gemma3": _gemma3,

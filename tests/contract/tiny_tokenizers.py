@@ -48,7 +48,7 @@ _KIMI = ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<
 _QWEN = TokenSet(eos="<|im_end|>", pad="<|endoftext|>", more=(*_CHATML, *_VISION))
 
 TOKEN_SETS: dict[str, TokenSet] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"), _QWEN),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
     "qwen3_omni": TokenSet(
         eos="<|im_end|>",
         pad="<|endoftext|>",

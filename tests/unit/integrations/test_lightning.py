@@ -10,7 +10,6 @@ import torch
 
 import packhorse
 from contract.processors import processor
-from contract.text_models import text_model
 from contract.tiny_models import tiny_model
 from contract.torchvision_ops import make_torchvision_importable
 from loader_samples import texts
@@ -49,7 +48,7 @@ class WholeOutput(Module):
 
 
 def test_the_loss_of_a_step_needs_the_output_of_a_model_with_a_router_loss() -> None:
-    model = copy.deepcopy(text_model("qwen3_vl_moe"))
+    model = copy.deepcopy(tiny_model("qwen3_vl_moe"))
     model.config.get_text_config().output_router_logits = True
     options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     options |= {"accumulate_grad_batches": 2, "enable_progress_bar": False, "max_epochs": 1}

@@ -13,7 +13,6 @@ from PIL import Image
 
 import packhorse
 from contract.processors import processor
-from contract.text_models import text_model
 from contract.tiny_models import tiny_model
 from contract.torchvision_ops import make_torchvision_importable
 from loader_samples import texts
@@ -229,7 +228,7 @@ def test_a_mixture_of_experts_has_the_auxiliary_loss_that_the_loader_knows(
 
     from packhorse.integrations.trl import SFTTrainer
 
-    model = copy.deepcopy(text_model("qwen3_vl_moe"))
+    model = copy.deepcopy(tiny_model("qwen3_vl_moe"))
     packhorse.prepare(model)
     loader = packhorse.load(texts(4), processor("qwen3_vl"), model=model, pack_size=512, world=World())
     plain: dict[str, Any] = {"use_cpu": True, "report_to": [], "max_steps": 1, "save_strategy": "no"}
