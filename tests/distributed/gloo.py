@@ -15,7 +15,7 @@ def process_group(rank: int, size: int, folder: str) -> Iterator[None]:
     """Join a process group whose ranks meet in ``folder``, and leave it.
 
     Models in DDP must be local to a function that is called inside: one that outlives its process group
-    deadlocks in some runs (torch 2.13 waits for a thread of gloo, which waits for the lock of the interpreter).
+    deadlocks in some runs: torch 2.13 waits for a thread of gloo, which waits for the interpreter.
     """
     dist.init_process_group(
         "gloo",
