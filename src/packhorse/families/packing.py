@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from packhorse.errors import ConfigError
 from packhorse.families.models import (
     ModelConfig,
+    class_of,
     media_parts,
     model_classes,
     resolve_model,
@@ -113,7 +114,7 @@ def inspect_packing(model: object) -> Packing:
         return Packing(problems)
     text = text_config(config)
     untested = [name for name in dict.fromkeys((config.model_type, text.model_type)) if name not in PACKABLE]
-    model_class = _class_of(inner) if inner is not None else model_classes(config)[0]
+    model_class = class_of(inner) if inner is not None else model_classes(config)[0]
     layers = STATEFUL_LAYERS.get(text.model_type, ())
     ours = model_class.__module__.startswith("transformers.")
     if ours and not untested and (layers or not _may_carry_state(inner, config, text)):
@@ -123,11 +124,6 @@ def inspect_packing(model: object) -> Packing:
         why = f"{model_class.__name__}: no test shows that {layers_named} keeps the documents of a row apart"
         return Packing((why + _HINT,), (), False, False)
     return _measure_packing(model_class, config, untested)
-
-
-def _class_of(model: torch.nn.Module) -> type:
-    """Return the class of a model; FSDP2 gives it a subclass of its own."""
-    return next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
 
 
 def _measure_packing(model_class: Any, config: ModelConfig, untested: Sequence[str]) -> Packing:
