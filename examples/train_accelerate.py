@@ -28,9 +28,8 @@ def train_step(
     total = torch.zeros((), device=accelerator.device)
     for batch in batches:
         with accelerator.accumulate(model):
-            logits = model(**packhorse.model_inputs(batch)).logits
-            weights = batch.info.loss_weights  # None unless rows have weights
-            loss = packhorse.token_loss(logits, batch["labels"], tokens, replicas=factor, weights=weights)
+            output = model(**packhorse.model_inputs(batch))
+            loss = packhorse.batch_loss(model, output, batch, tokens, replicas=factor)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

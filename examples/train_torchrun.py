@@ -47,9 +47,8 @@ def train_step(model: Any, optimizer: Any, batches: list[Any], device: torch.dev
         else:
             model.set_requires_gradient_sync(sync)
         batch = packhorse.to_device(batch, device)
-        logits = model(**packhorse.model_inputs(batch)).logits
-        weights = batch.info.loss_weights  # None unless rows have weights
-        loss = packhorse.token_loss(logits, batch["labels"], tokens, replicas=ranks, weights=weights)
+        output = model(**packhorse.model_inputs(batch))
+        loss = packhorse.batch_loss(model, output, batch, tokens, replicas=ranks)
         loss.backward()
         total += loss.detach() / ranks
     optimizer.step()

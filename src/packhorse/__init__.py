@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
     from packhorse.errors import BadSample, ConfigError, PackhorseError, SystemFault
     from packhorse.formats.meta import make_meta_dataset, open_meta_dataset
-    from packhorse.integrations.loss import Evaluation, count_supervised, evaluate, grouped, token_loss
+    from packhorse.integrations.loss import (
+        Evaluation,
+        batch_loss,
+        count_supervised,
+        evaluate,
+        grouped,
+        token_loss,
+    )
     from packhorse.integrations.transformers import TrainFromLoader, prepare
     from packhorse.ledger import Ledger, default_ledger
     from packhorse.loader import EpochStats, Loader, LoaderConfig, TooManyBad, load
@@ -42,6 +49,7 @@ __all__ = [
     "TrainFromLoader",
     "World",
     "__version__",
+    "batch_loss",
     "count_meta",
     "count_supervised",
     "counts_of",
@@ -65,7 +73,14 @@ _MODULES = {
     "encode.tokenized": ("PreTokenizedDatasetWrapper",),
     "errors": ("BadSample", "ConfigError", "PackhorseError", "SystemFault"),
     "formats.meta": ("make_meta_dataset", "open_meta_dataset"),
-    "integrations.loss": ("Evaluation", "count_supervised", "evaluate", "grouped", "token_loss"),
+    "integrations.loss": (
+        "Evaluation",
+        "batch_loss",
+        "count_supervised",
+        "evaluate",
+        "grouped",
+        "token_loss",
+    ),
     "integrations.transformers": ("TrainFromLoader", "prepare"),
     "ledger": ("Ledger", "default_ledger"),
     "loader": ("EpochStats", "Loader", "LoaderConfig", "TooManyBad", "load"),

@@ -106,6 +106,7 @@ REJECTED: dict[tuple[str, str], Rejection] = {
     ("llava_onevision", "typed <image>"): _TYPED,
     ("internvl", "typed <image>"): _TYPED,  # <video> is its placeholder
     ("smolvlm", "typed <image>"): _TYPED,
+    ("lfm2_vl", "typed <image>"): _TYPED,
     ("nemotron_omni", "typed <image>"): _TYPED,
 }
 

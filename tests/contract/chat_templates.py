@@ -173,7 +173,7 @@ _QWEN: dict[str, Any] = {
 TEMPLATES: dict[str, str] = {
     "qwen2_vl": chatml(default_system=True, **_QWEN),
     "qwen2_5_vl": chatml(default_system=True, **_QWEN),
-    "qwen3_vl": _qwen3_vl(),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3_vl()),
     "qwen3_omni": chatml(audio="<|audio_start|><|audio_pad|><|audio_end|>", **_QWEN),
     "kimi_vl": _kimi("<|media_start|>image<|media_content|><|media_pad|><|media_end|>", default_system=True),
     "kimi_k25": _kimi(
@@ -185,6 +185,7 @@ TEMPLATES: dict[str, str] = {
     "llava_onevision": chatml(image="<image>\n", video="<video>\n"),
     "internvl": chatml(image="<IMG_CONTEXT>\n", video="<video>\n"),
     "smolvlm": _smolvlm(),
+    "lfm2_vl": "{{ bos_token }}" + chatml(image="<image>"),
     "phi4_mm": _phi4(),
     "nemotron_omni": chatml(image="<image>\n", video="<video>\n", audio="<so_embedding>\n"),
 }

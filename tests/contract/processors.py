@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from contract.chat_templates import TEMPLATES
@@ -68,7 +68,7 @@ def _qwen3_images() -> Any:
     )
 
 
-def _qwen3_vl() -> Any:
+def _qwen3_vl(name: str) -> Any:
     from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     return Qwen3VLProcessor(
@@ -77,8 +77,8 @@ def _qwen3_vl() -> Any:
         video_processor=Qwen3VLVideoProcessor(
             size={"shortest_edge": 4 * 32 * 32, "longest_edge": 32 * 32 * 256}
         ),
-        tokenizer=tokenizer("qwen3_vl"),
-        chat_template=TEMPLATES["qwen3_vl"],
+        tokenizer=tokenizer(name),
+        chat_template=TEMPLATES[name],
     )
 
 
@@ -185,6 +185,19 @@ def _smolvlm() -> Any:
     )
 
 
+def _lfm2_vl() -> Any:
+    from transformers import Lfm2VlImageProcessor, Lfm2VlProcessor
+
+    return Lfm2VlProcessor(
+        # Images are tiled from half of the budget on, not from twice the budget, so that large.png is.
+        image_processor=Lfm2VlImageProcessor(
+            min_image_tokens=4, max_image_tokens=64, max_pixels_tolerance=0.5, tile_size=128
+        ),
+        tokenizer=tokenizer("lfm2_vl"),
+        chat_template=TEMPLATES["lfm2_vl"],
+    )
+
+
 def _phi4_mm() -> Any:
     from transformers import (
         Phi4MultimodalFeatureExtractor,
@@ -234,6 +247,9 @@ def _nemotron_parse() -> Any:
     return NemotronParseProcessor(words)
 
 
+QWEN3_VL = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Models with the processor of Qwen3-VL."""
+
 _IMAGE = frozenset({"image"})
 _VIDEO = frozenset({"image", "video"})
 _AUDIO = frozenset({"image", "audio"})
@@ -257,7 +273,7 @@ FAMILIES: dict[str, FamilyFixture] = {
     for declared in (
         FamilyFixture("qwen2_vl", "Qwen2VLProcessor", lambda: _qwen_vl("qwen2_vl"), _VIDEO),
         FamilyFixture("qwen2_5_vl", "Qwen2_5_VLProcessor", lambda: _qwen_vl("qwen2_5_vl"), _VIDEO),
-        FamilyFixture("qwen3_vl", "Qwen3VLProcessor", _qwen3_vl, _VIDEO),
+        *(FamilyFixture(name, "Qwen3VLProcessor", partial(_qwen3_vl, name), _VIDEO) for name in QWEN3_VL),
         FamilyFixture("qwen3_omni", "Qwen3OmniMoeProcessor", _qwen3_omni, _ALL, model_type="qwen3_omni_moe"),
         FamilyFixture("kimi_k25", "Kimi_K25Processor", _kimi_k25, _VIDEO),
         FamilyFixture("gemma3", "Gemma3Processor", _gemma3, _IMAGE),
@@ -265,6 +281,7 @@ FAMILIES: dict[str, FamilyFixture] = {
         FamilyFixture("llava_onevision", "LlavaOnevisionProcessor", _llava_onevision, _VIDEO),
         FamilyFixture("internvl", "InternVLProcessor", _internvl, _VIDEO),
         FamilyFixture("smolvlm", "SmolVLMProcessor", _smolvlm, _VIDEO),
+        FamilyFixture("lfm2_vl", "Lfm2VlProcessor", _lfm2_vl, _IMAGE),
         FamilyFixture("phi4_mm", "Phi4MultimodalProcessor", _phi4_mm, _AUDIO, model_type="phi4_multimodal"),
         FamilyFixture(
             "nemotron_omni",

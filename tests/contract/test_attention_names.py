@@ -21,7 +21,8 @@ from loader_samples import load, texts
 from noise_floor import largest_difference, noise_floor
 from packhorse.collate import batch_formats
 from packhorse.collate_fns import model_inputs
-from packhorse.integrations.attention import declare_batch_format, use_attention, varlen_attention
+from packhorse.families.varlen import varlen_attention
+from packhorse.integrations.attention import declare_batch_format, use_attention
 from raising import raises_config
 
 pytestmark = pytest.mark.usefixtures("attention_as_before")

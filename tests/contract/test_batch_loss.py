@@ -24,7 +24,7 @@ import packhorse
 from contract.cases import ACCEPTED, conversation
 from contract.processors import FAMILIES, processor
 from contract.text_models import TEXT_MODELS, text_model
-from contract.tiny_models import MODELS, tiny_model
+from contract.tiny_models import MODELS, WITHOUT_VIDEO, tiny_model
 from noise_floor import ParityRecorder, noise_floor
 from packhorse import Batch
 from packhorse.chat import IGNORE_INDEX
@@ -65,7 +65,10 @@ class Expected:
 
 
 def rows_of(name: str, files: dict[str, Path]) -> list[dict[str, Any]]:
-    return [{"conversation": conversation(name, case, files)} for case in CASES if (name, case) in ACCEPTED]
+    cases = [
+        case for case in CASES if (name, case) in ACCEPTED and not (case == "video" and name in WITHOUT_VIDEO)
+    ]
+    return [{"conversation": conversation(name, case, files)} for case in cases]
 
 
 def load(name: str, files: dict[str, Path], model: Any, **settings: Any) -> packhorse.Loader:

@@ -8,7 +8,7 @@ from PIL import Image
 
 from contract.exact import conversations, image_sizes, predict_ids, really, render, video
 from contract.media_files import write_video
-from contract.processors import FAMILIES, build, processor
+from contract.processors import FAMILIES, QWEN3_VL, build, processor
 from packhorse.errors import BadSample
 from packhorse.families import FAMILIES as KNOWN
 from packhorse.families import Encoder, Generic, LoadedMedia
@@ -69,6 +69,31 @@ def test_images_of_every_shape_with_the_budgets_of_released_models(name):
     assert check_images(Encoder(made), image_sizes(every=60)) < 20
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_thumbnail": False}, {"do_image_splitting": False}, {"min_tiles": 3, "max_tiles": 7}],
+    ids=str,
+)
+def test_images_of_lfm2_vl_by_the_settings_of_its_image_processor(settings):
+    made = build("lfm2_vl")
+    for name, value in settings.items():
+        setattr(made.image_processor, name, value)
+    check_images(Encoder(made), image_sizes(every=101))
+
+
+def test_images_that_lfm2_vl_does_not_take_are_rejected():
+    """The processor makes more patches of them than it has places for, or other tokens than patches."""
+    encoder = Encoder(processor("lfm2_vl"))
+    with pytest.raises(ValueError, match="1 x 8000: too long, it would be scaled to 32 x"):
+        encoder.media_tokens("image", (1, 8000))
+    with raises_bad_sample("sample_failed", match="too long"):
+        encoder.encode(user_asks(MediaRef("image", Image.new("RGB", (8000, 1)))))
+    made = build("lfm2_vl")
+    made.image_processor.min_tiles = 1
+    with pytest.raises(ValueError, match=r"180 x 180: it would be one tile.*min_tiles.*to 2, not 1"):
+        Encoder(made).media_tokens("image", (180, 180))
+
+
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "nemotron_parse"])
 def test_several_images_in_one_sample(name):
     encoder = Encoder(processor(name))
@@ -97,7 +122,7 @@ def check_videos(name, numbers, rates):
 @pytest.mark.parametrize("name", SEEING)
 def test_videos_with_their_times(name):
     rejected = check_videos(name, (1, 2, 5, 19), RATES[::2])
-    assert rejected == (4 if name == "qwen3_vl" else 0)  # it needs two frames
+    assert rejected == (4 if name in QWEN3_VL else 0)  # it needs two frames
 
 
 @slow
@@ -207,7 +232,7 @@ def positions(name, output, kind):
     pixels = next(output[key] for key in names if key in output)
     if pixels.ndim == 2 or pixels.shape[-1] == 14:
         return pixels.shape[0]  # they are patches
-    side = 16 if name.startswith("nemotron") else 14
+    side = 16 if name.startswith(("nemotron", "lfm2")) else 14
     together = 2 if name == "nemotron_omni" else 1  # frames that are embedded as one
     return pixels.numel() // 3 // side**2 // together
 

@@ -32,7 +32,7 @@ from packhorse.formats.meta import open_meta_dataset
 from packhorse.media import load_video
 from packhorse.types import Conversation, MediaRef, Message, TextPart
 
-QWEN = tuple(name for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_omni") if name in FAMILIES)
+QWEN = tuple(name for name in FAMILIES if name.startswith("qwen"))
 BUDGETED = (*QWEN, "kimi_k25", "gemma4")
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     **{

@@ -130,7 +130,8 @@ def test_varlen_runs_under_autocast(files):
     import torch
 
     from contract.tiny_models import tiny_model
-    from packhorse.integrations.attention import use_attention, varlen_attention
+    from packhorse.families.varlen import varlen_attention
+    from packhorse.integrations.attention import use_attention
 
     model = tiny_model("qwen2_vl")
     before = attention_of(model)

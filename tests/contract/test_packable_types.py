@@ -12,10 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+import packhorse
+from contract.processors import processor
 from contract.text_models import TEXT_MODELS, text_model
 from contract.tiny_models import MODELS, tiny_model
+from contract.tiny_tokenizers import tokenizer
 from contract.torchvision_ops import make_torchvision_importable
+from loader_samples import texts
 from noise_floor import largest_difference, noise_floor
+from packhorse.collate_fns import model_inputs
 from packhorse.families.packing import (
     PACKABLE,
     STATEFUL_LAYERS,
@@ -27,6 +32,7 @@ from packhorse.families.packing import (
 from packhorse.families.probe import measure
 from packhorse.families.stateful import install
 from packhorse.families.tiny import tiny_settings
+from packhorse.integrations.attention import use_attention
 from raising import raises_config
 
 make_torchvision_importable()
@@ -38,8 +44,8 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
 )
 
 _OF_FAMILIES = {
-    **{name: partial(tiny_model, name) for name in MODELS},
-    **{name: partial(text_model, name) for name in TEXT_MODELS if name != "nemotron_omni"},
+    **{name: partial(tiny_model, name, by_document=False) for name in MODELS},
+    **{name: partial(text_model, name) for name in TEXT_MODELS},
 }
 _DECODERS = [
     name
@@ -157,6 +163,31 @@ def test_no_declared_type_is_without_a_test() -> None:
 def test_the_documentation_lists_every_declared_type() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "batch.md"
     assert {f"`{name}`" for name in PACKABLE} <= set(re.findall("`[a-z0-9_]+`", page.read_text()))
+
+
+@pytest.mark.parametrize("name", _DECODERS)
+def test_models_that_ignore_boundaries_of_documents_are_known(name: str) -> None:
+    config = small(name)
+    found = measure(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    assert not found.problem
+    ignores = "differs" in found.varlen
+    assert bool(inspect_packing(config).no_boundaries) == ignores, found.varlen
+    if not ignores:
+        return
+    model = decoder(name)
+    with raises_config("attn_implementation", "varlen", match="or ignores them"):
+        packhorse.prepare(model, "varlen", device="cpu")
+    assert packhorse.prepare(model, device="cpu").attn_implementation == "sdpa"
+    use_attention(model, "varlen")
+    words = copy.deepcopy(tokenizer("qwen2_vl"))
+    words.chat_template = processor("qwen2_vl").chat_template
+    with raises_config("attn_implementation", match="ignores them"):
+        packhorse.load(texts(4), words, model=model, pack_size=256)
+    batch = next(
+        iter(packhorse.load(texts(4), words, model="unchecked", pack_size=256, attn_implementation="varlen"))
+    )
+    with raises_config("attn_implementation", match="ignores them"):
+        model_inputs(batch, model)
 
 
 @pytest.mark.parametrize("name", sorted(STATEFUL_LAYERS))

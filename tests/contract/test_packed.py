@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from contract.cases import conversation
 from contract.processors import FAMILIES, processor
 from contract.separate import Separate, gradients_of, separate_forwards
-from contract.tiny_models import MODELS, tiny_model
-from noise_floor import largest_difference, relative_difference
+from contract.tiny_models import MODELS, media_of, tiny_model
+from noise_floor import largest_difference, noise_floor, relative_difference
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import (
     model_inputs,
     neat_packed_vlm_collater,
     packed_sequence_thd_vlm_collater,
+    pad_collate_fn,
 )
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.families.models import attention_of
@@ -44,6 +45,7 @@ ROWS = (
 )
 CASES = tuple(case for row in ROWS for case in row)
 BIDIRECTIONAL = ("gemma3", "gemma4")
+WITH_STATE = ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "nemotron_omni")
 BACKENDS = ("sdpa", "eager", "varlen", "flex_attention")
 # Gemma's images have bidirectional attention, which kernels for causal sequences do not support.
 PAIRS = [
@@ -84,12 +86,15 @@ def unpacked(files: dict[str, Path]) -> Callable[..., Unpacked]:
         ]
         renumbered = iter(range(len(rows)))
         bins = [[next(renumbered) for _ in row] for row in numbers]
-        samples = PreTokenizedDatasetWrapper(
-            rows, processor(name), inject_fake_images=fakes, on_bad="raise", ledger=Ledger()
-        )
-        return with_leak(name, samples, bins)
+        return with_leak(name, encode(name, rows, fakes), bins)
 
     return lambda name, fakes=True: unpacked_of(name, fakes)  # one entry for both spellings of a call
+
+
+def encode(name: str, rows: list[dict[str, Any]], fakes: bool) -> PreTokenizedDatasetWrapper:
+    return PreTokenizedDatasetWrapper(
+        rows, processor(name), inject_fake_images=fakes, on_bad="raise", ledger=Ledger()
+    )
 
 
 def with_leak(name: str, samples: PreTokenizedDatasetWrapper, bins: list[list[int]]) -> Unpacked:
@@ -117,7 +122,7 @@ def forward(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, 
 
 
 def _accepted_cases(name: str) -> tuple[str, ...]:
-    return tuple(c for c in dict.fromkeys(CASES) if c != "video" or "video" in FAMILIES[name].modalities)
+    return tuple(c for c in dict.fromkeys(CASES) if c != "video" or "video" in media_of(name))
 
 
 def packed_batch(name: str, given: Unpacked, backend: str, **options: Any) -> dict[str, Any]:
@@ -184,7 +189,7 @@ def test_compiled_flex_attention_is_what_separate_forwards_are(name: str, unpack
     check_logits(parity, given, logits, batch)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", [n for n in MODELS if n.startswith("qwen")])
 def test_positions_without_the_models_weights_are_the_models(name: str, unpacked: Any) -> None:
     model = tiny_model(name)
     light = pickle.loads(pickle.dumps(rope_index(model)))
@@ -237,6 +242,47 @@ def test_gemma_4_with_audio_and_a_fake_image_is_what_separate_forwards_are(
         with torch.no_grad():
             logits = model(**model_inputs(batch)).logits
         check_logits(parity, given, logits, batch)
+
+
+def test_nemotron_omni_with_audio_is_what_separate_forwards_are(files: dict[str, Path], parity: Any) -> None:
+    name, cases = "nemotron_omni", ("audio", "text", "audio and image", "two audio clips", "one image")
+    rows = [{"conversation": conversation(name, case, files)} for case in cases]
+    given = with_leak(name, encode(name, rows, fakes=True), [list(range(len(cases)))])
+    for backend in ("sdpa", "varlen"):
+        batch = packed_batch(name, given, backend)
+        with torch.no_grad():
+            logits = tiny_model(name)(**model_inputs(batch)).logits
+        check_logits(parity, given, logits, batch)
+
+
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_layers_with_state_see_no_fake_image_in_a_pack_and_none_in_a_padded_batch(
+    name: str, files: dict[str, Path], parity: Any
+) -> None:
+    """Otherwise zeros in its place move the state, and the text after it gets other logits."""
+    rows = [{"conversation": conversation(name, case, files)} for case in ("text", "many turns")]
+    fakes, plain = (encode(name, rows, fakes=fakes) for fakes in (True, False))
+    model, as_built = tiny_model(name), tiny_model(name, by_document=False)
+    batch = packed_batch(name, Unpacked(fakes, [[0, 1]], Separate([], {}, 0.0, 0.0), 0.0, 0.0), "sdpa")
+    with torch.no_grad():
+        packed = model(**model_inputs(batch)).logits[0]
+        for index, (with_fake, without) in enumerate(zip(fakes, plain, strict=True)):
+            visible = batch["_packed_seq_ids"][0] == index + 1
+            text = {
+                "input_ids": without["input_ids"][None, :-1],
+                "position_ids": batch["position_ids"][..., visible],  # one that counts the fake image, too
+            }
+            use_attention(as_built, "eager")
+            other = as_built(**text).logits[0]
+            use_attention(as_built, "sdpa")
+            alone = as_built(**text).logits[0]
+            padded = pad_collate_fn([with_fake], processor(name))
+            hidden = padded["attention_mask"][0] == 0
+            found = [m(**model_inputs(padded)).logits[0][~hidden] for m in (model, as_built)]
+            floor, control = noise_floor(alone, other), largest_difference(found[1], alone)
+            parity.check("packed logits", largest_difference(packed[visible], alone), floor, control)
+            parity.check("padded logits", largest_difference(found[0], alone), floor, control)
+            assert 0 < int(hidden.sum()) < len(hidden) - 1
 
 
 def test_a_fake_image_in_a_pack_changes_no_loss_of_its_text(unpacked: Any) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import packhorse
 from contract.processors import FAMILIES, build, processor
 from contract.separate import gradients_of
-from contract.tiny_models import MODELS, tiny_model
+from contract.tiny_models import MODELS, media_of, tiny_model
 from noise_floor import largest_difference, noise_floor, relative_difference
 from packhorse import World
 from packhorse.chat import IGNORE_INDEX
@@ -123,12 +123,13 @@ def test_a_rank_without_media_runs_the_tower_and_learns_the_same(
     )
     build = loader._workers.builder.build
     packs = ((0, 1, 2),) if mode == "pack" else ((0,), (1,), (2,))
-    plain, placed = build(WorkItem(0, 0, packs)), build(WorkItem(0, 0, packs, media_mask(name)))
+    taken = MediaMask.of(kind for kind in MEDIA_KINDS if kind in media_of(name))
+    plain, placed = build(WorkItem(0, 0, packs)), build(WorkItem(0, 0, packs, taken))
     layout = loader._samples.family.layout
     there = {kind for key in placed.batch if key in layout for kind in layout[key].kinds}
 
     assert not any(key in layout for key in plain.batch)
-    assert there >= FAMILIES[name].modalities & {"image", "video"}
+    assert there >= media_of(name) & {"image", "video"}
     assert placed.batch.info.placeholder
     assert not plain.batch.info.placeholder
     assert placed.batch.info.samples == plain.batch.info.samples == (0, 1, 2)

@@ -10,7 +10,7 @@ from contract.calls import Raw, own_batch, render
 from contract.chat_templates import TEMPLATES, chatml
 from contract.processors import FAMILIES, build, processor
 from contract.samples import clip, make_image, tone, turns
-from contract.tiny_models import MODELS, tiny_model
+from contract.tiny_models import MODELS, WITHOUT_VIDEO, media_of, tiny_model
 from contract.tiny_tokenizers import TOKEN_SETS, tokenizer
 
 EVERY = tuple(FAMILIES)
@@ -135,13 +135,19 @@ def test_every_family_that_chats_has_a_template():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_tiny_model_learns_from_what_its_processor_returns(name):
-    samples = [WORDS, ONE, TWO, *([VIDEO] if "video" in FAMILIES[name].modalities else [])]
+    samples = [WORDS, ONE, TWO, *([VIDEO] if "video" in media_of(name) else [])]
     model = tiny_model(name)
     for sample in samples:
         batch = own_batch(name, [sample])
         loss = model(**batch, labels=batch["input_ids"]).loss
         assert torch.isfinite(loss)
         assert loss.requires_grad
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_VIDEO))
+def test_models_that_raise_for_videos_still_do(name):
+    with pytest.raises(TypeError, match="must be tuple of Tensors"):
+        tiny_model(name)(**own_batch(name, [VIDEO]))
 
 
 @pytest.mark.parametrize("name", MODELS)

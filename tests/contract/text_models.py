@@ -55,13 +55,6 @@ def _qwen3_omni() -> Any:
     return Qwen3OmniMoeThinkerForConditionalGeneration(config)
 
 
-def _qwen3_vl_moe() -> Any:
-    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
-
-    config = Qwen3VLMoeConfig(text_config=_TEXT | _EXPERTS | _MROPE, vision_config=_QWEN3_VISION)
-    return Qwen3VLMoeForConditionalGeneration(config)
-
-
 def _kimi_k25() -> Any:
     from transformers import Kimi_K25ForConditionalGeneration
     from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25Config
@@ -82,26 +75,10 @@ def _phi4_mm() -> Any:
     return Phi4MultimodalForCausalLM(Phi4MultimodalConfig(**_TEXT, vision_config=vision, audio_config=audio))
 
 
-def _nemotron_omni() -> Any:
-    from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
-
-    text = _TEXT | {"model_type": "nemotron_h", "mtp_layers_block_type": [], "chunk_size": 8}
-    text |= {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}
-    text |= {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8}
-    vision = _VISION | {"model_type": "radio", "video_temporal_patch_size": 2}
-    del vision["intermediate_size"]
-    config = NemotronH_Omni_Reasoning_V3.config_class(
-        text_config=text, vision_config=vision, projector_hidden_size=32, image_token_id=250
-    )
-    return NemotronH_Omni_Reasoning_V3(config)
-
-
 _BUILD = {
     "qwen3_omni": _qwen3_omni,
-    "qwen3_vl_moe": _qwen3_vl_moe,
     "kimi_k25": _kimi_k25,
     "phi4_mm": _phi4_mm,
-    "nemotron_omni": _nemotron_omni,
 }
 
 TEXT_MODELS: tuple[str, ...] = tuple(_BUILD)

@@ -11,7 +11,7 @@ import copy
 from functools import cache
 from typing import Any
 
-from contract.processors import processor
+from contract.processors import FAMILIES, processor
 from contract.torchvision_ops import make_torchvision_importable
 
 _SPREAD = 0.1
@@ -92,6 +92,60 @@ def _qwen3_vl() -> Any:
         **_qwen_ids(name),
     )
     return Qwen3VLForConditionalGeneration(config)
+
+
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def _qwen3_vl_moe() -> Any:
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    name = "qwen3_vl_moe"
+    text = _text(name, head_dim=16, rope_parameters=_mrope(4, 2, 2, interleaved=True))
+    config = Qwen3VLMoeConfig(
+        text_config=text | _EXPERTS,
+        vision_config=_qwen_vision(num_position_embeddings=64, deepstack_visual_indexes=[0]),
+        **_qwen_ids(name),
+    )
+    return Qwen3VLMoeForConditionalGeneration(config)
+
+
+def _qwen3_5_text(name: str) -> dict[str, Any]:
+    """One layer of linear attention, whose state runs along the row, and one of full attention."""
+    return _text(
+        name,
+        head_dim=32,  # a quarter of which is rotated
+        rope_parameters=_mrope(2, 1, 1, interleaved=True) | {"partial_rotary_factor": 0.25},
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    )
+
+
+def _qwen3_5() -> Any:
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    name = "qwen3_5"
+    config = Qwen3_5Config(
+        text_config=_qwen3_5_text(name),
+        vision_config=_qwen_vision(num_position_embeddings=64),
+        **_qwen_ids(name),
+    )
+    return Qwen3_5ForConditionalGeneration(config)
+
+
+def _qwen3_5_moe() -> Any:
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+    name = "qwen3_5_moe"
+    config = Qwen3_5MoeConfig(
+        text_config=_qwen3_5_text(name) | _EXPERTS | {"shared_expert_intermediate_size": 32},
+        vision_config=_qwen_vision(num_position_embeddings=64),
+        **_qwen_ids(name),
+    )
+    return Qwen3_5MoeForConditionalGeneration(config)
 
 
 def _gemma3() -> Any:
@@ -245,33 +299,126 @@ def _smolvlm() -> Any:
     return SmolVLMForConditionalGeneration(config)
 
 
+def _lfm2_vl() -> Any:
+    from transformers import Lfm2VlConfig, Lfm2VlForConditionalGeneration
+
+    made = processor("lfm2_vl")
+    vision = {
+        "model_type": "siglip2_vision_model",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_patches": 16,
+        "patch_size": made.image_processor.encoder_patch_size,
+        "vision_use_head": False,
+    }
+    text = _text(
+        "lfm2_vl",
+        model_type="lfm2",
+        layer_types=["conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+    )
+    config = Lfm2VlConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=made.image_token_id,
+        projector_hidden_size=64,
+        downsample_factor=made.image_processor.downsample_factor,
+    )
+    return Lfm2VlForConditionalGeneration(config)
+
+
+def _nemotron_omni() -> Any:
+    from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
+
+    made = processor("nemotron_omni")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = _text(
+        "nemotron_omni",
+        model_type="nemotron_h",
+        head_dim=16,
+        layers_block_type=["linear_attention", "mlp", "full_attention"],
+        mtp_layers_block_type=[],
+        chunk_size=8,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=8,
+    )
+    del text["num_hidden_layers"]
+    frames = made.video_temporal_patch_dim
+    # Pixels are cast to the dtype in the config, which from_pretrained sets.
+    vision = {**sizes, "dtype": "float32", "max_img_size": 512, "video_temporal_patch_size": frames}
+    config = NemotronH_Omni_Reasoning_V3.config_class(
+        text_config=text,
+        vision_config=vision,
+        audio_config={
+            **sizes,
+            "intermediate_size": 128,
+            "num_mel_bins": made.feature_extractor.feature_size,
+            "subsampling_conv_channels": 8,
+            "conv_kernel_size": 3,
+            "projection_hidden_size": 64,
+            "projection_bias": False,
+        },
+        vision_hidden_size=64,
+        projector_hidden_size=64,
+        video_temporal_patch_size=frames,
+        image_token_id=made.image_token_id,
+        audio_token_id=made.audio_token_id,
+    )
+    return NemotronH_Omni_Reasoning_V3(config)
+
+
 _BUILD = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5_moe,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "llava_onevision": _llava_onevision,
     "internvl": _internvl,
     "smolvlm": _smolvlm,
+    "lfm2_vl": _lfm2_vl,
+    "nemotron_omni": _nemotron_omni,
 }
 
 MODELS: tuple[str, ...] = tuple(_BUILD)
 
+WITHOUT_VIDEO = frozenset({"nemotron_omni"})
+"""Models that raise for any video in transformers 5.22; a test notices when they no longer do."""
+
 
 @cache
-def tiny_model(name: str, seed: int = 0) -> Any:
-    """The model of the family ``name`` with weights drawn from ``seed``; the same object at every call."""
+def tiny_model(name: str, seed: int = 0, *, by_document: bool = True) -> Any:
+    """The model of the family ``name`` with weights drawn from ``seed``; the same object at every call.
+
+    Layers that carry state along the row are called document by document, or stay as transformers has them.
+    """
     import torch
 
     from packhorse.families.models import make_honour_shift_labels
+    from packhorse.families.packing import inspect_packing
+    from packhorse.families.stateful import install
 
     make_torchvision_importable()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = _BUILD[name]().eval()
-    make_honour_shift_labels(model)  # as prepare does, where transformers is too old
+    # As prepare does: where transformers is too old, and where layers carry state along the sequence.
+    make_honour_shift_labels(model)
+    if by_document:
+        install(model, inspect_packing(model).layers)
     return model
+
+
+def media_of(name: str) -> frozenset[str]:
+    """What the model of the family ``name`` takes, of what its processor does."""
+    return FAMILIES[name].modalities - ({"video"} if name in WITHOUT_VIDEO else set())
 
 
 def with_layers(name: str, layers: int) -> Any:

@@ -48,9 +48,7 @@ _KIMI = ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<
 _QWEN = TokenSet(eos="<|im_end|>", pad="<|endoftext|>", more=(*_CHATML, *_VISION))
 
 TOKEN_SETS: dict[str, TokenSet] = {
-    "qwen2_vl": _QWEN,
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
     "qwen3_omni": TokenSet(
         eos="<|im_end|>",
         pad="<|endoftext|>",
@@ -133,6 +131,22 @@ TOKEN_SETS: dict[str, TokenSet] = {
             "end_of_utterance_token": "<end_of_utterance>",
         },
         more=tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    ),
+    "lfm2_vl": TokenSet(
+        bos="<|startoftext|>",
+        eos="<|im_end|>",
+        pad="<|pad|>",
+        named={
+            "image_token": "<image>",
+            "image_start_token": "<|image_start|>",
+            "image_end_token": "<|image_end|>",
+            "image_thumbnail": "<|img_thumbnail|>",
+        },
+        more=(
+            *_CHATML,
+            *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 11) for column in range(1, 11)),
+        ),
+        adds_bos=True,
     ),
     "phi4_mm": TokenSet(
         bos="<|endoftext|>",

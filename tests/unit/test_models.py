@@ -34,7 +34,7 @@ SMALL = {
     "num_key_value_heads": 1,
     "initializer_range": 0.3,
 }
-MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+MROPE = tuple(name for name in MODELS if name.startswith("qwen"))
 
 
 def hybrid() -> Any:

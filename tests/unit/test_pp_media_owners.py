@@ -142,7 +142,8 @@ def test_each_chunk_is_what_its_samples_have_alone_where_the_collate_function_sa
             assert_holds(part, own, key)
 
 
-@pytest.mark.parametrize("name", [name for name in CHATTING if name != "internvl"])  # its tiles are rejected
+# Tiles of InternVL and LFM2-VL are rejected.
+@pytest.mark.parametrize("name", [name for name in CHATTING if name not in ("internvl", "lfm2_vl")])
 def test_counts_of_collate_functions_are_enough_if_a_tensor_separates_media_items(
     name: str, files: dict[str, Path], encoded: Callable[[str, str], Sample]
 ) -> None:
@@ -273,6 +274,7 @@ def test_the_documented_names_are_those_of_the_families() -> None:
     """What families declare stands a second time among the documented names; here they are compared."""
     not_alike = {
         "pixel_attention_mask": "as the pixels are",
+        "spatial_shapes": "LFM2-VL has one for each tile",
         "video_grid_thw": "Kimi K2.5 has several for a video",
     }
     for family in DECLARED:

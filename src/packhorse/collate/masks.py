@@ -179,8 +179,7 @@ class DocumentMask:
 class PackedBlockMask(BlockMask):
     """A BlockMask whose ``to`` moves its document numbers too."""
 
-    # transformers asks every mask for its number of axes, in models with layers that carry state.
-    ndim = 4
+    ndim = 4  # as any mask has it: transformers reads it for layers that carry state along the sequence
 
     def to(self, device: Any) -> PackedBlockMask:
         """Return the mask on another device; ``BlockMask.to`` does not move what its ``mask_mod`` holds."""

@@ -26,8 +26,9 @@ from packhorse.collate.masks import (
 from packhorse.collate.packer import all_media_keys, are_pixels, join, layout_of, stack_tokens, to_pack
 from packhorse.errors import ConfigError
 from packhorse.families import Family
-from packhorse.families.models import attention_of, check_router_loss, is_at_least, unwrap
-from packhorse.families.packing import check_packable
+from packhorse.families.models import attention_of, is_at_least
+from packhorse.families.packing import check_boundaries, check_packable
+from packhorse.families.router_loss import ROUTER_MASK, check_model_router_loss, has_router_loss
 from packhorse.pp_media import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
 from packhorse.types import PackedSample, TensorLayout
 
@@ -69,7 +70,8 @@ def neat_packed_vlm_collater(
             each row for one document, so :func:`model_inputs` and :func:`loss_inputs` reject such a batch.
         pixel_dtype: what pixels are converted to while they are copied; None leaves them.
         mask_dtype: of the mask for ``"eager"``: the model's.
-        config: the model's; only needed for Gemma 3 and 4 with fake images.
+        config: the model's; only needed for Gemma 3 and 4 with fake images, and with
+            ``output_router_logits=True``.
         media_layout: also return the layout of each media tensor and its entries for each pack, for a
             pipeline (:mod:`packhorse.pp_media`).
 
@@ -78,7 +80,8 @@ def neat_packed_vlm_collater(
         model does not shift them again) and other tensors per token; ``position_ids`` [B, S], or
         [3, B, S] with mRoPE; media tensors joined along axis 0; ``n_images_per_sample``,
         ``n_videos_per_sample`` and ``n_audios_per_sample`` [B] if there are any; ``_packed_seq_ids``
-        [B, S], the document numbers, if a row has more than one. And by backend:
+        [B, S], the document numbers, if a row has more than one; ``router_mask``, bool [B, S], True for
+        tokens of documents, if ``config`` has ``output_router_logits=True``. And by backend:
 
         - ``sdpa``: ``attention_mask``, bool [B, 1, S, S], True if a token is attended to; ``eager``: the
           same as numbers to add.
@@ -141,6 +144,8 @@ def collate_packs(
         made, documents = _add_attention(made, rows, backend, mask_dtype, config)
     if int(documents.max()) > 1:
         made["_packed_seq_ids"] = documents
+    if has_router_loss(config):
+        made[ROUTER_MASK] = documents > 0
     made |= rows.media(pixel_dtype, media_layout)
     return add_counts(finish_labels(made), [pack.num_items for pack in packs])
 
@@ -202,12 +207,13 @@ def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
 
     Raises:
         ConfigError: the batch is for another attention, the model cannot be trained on packed rows, or it has
-            an auxiliary loss, which only the model itself can add (see ``check_router_loss``).
+            an auxiliary loss and is not prepared (see
+            :func:`~packhorse.families.router_loss.check_router_loss`).
     """
     inputs = loss_inputs(batch)
     if model is not None:
         _check_attention(batch, model)
-        check_router_loss(unwrap(model).config)
+        check_model_router_loss(model)
     return {key: value for key, value in inputs.items() if key not in _LABELS}
 
 
@@ -239,6 +245,8 @@ def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
     supported = backends_of(batch)
     if supported:
         check_packable(model)
+    if "cu_seq_lens_q" in batch:
+        check_boundaries(model)
     if supported and not any(takes_batches_of(attention, backend) for backend in supported):
         what = (
             f"the batch is for {' or '.join(supported)}, the model's decoder runs {attention}: documents "

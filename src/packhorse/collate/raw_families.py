@@ -494,6 +494,7 @@ COLLATE_FNS: dict[str, Callable[..., dict[str, Any]]] = {
     "KimiK25Processor": kimi_k25_vl_collate_fn,
     "KimiVLProcessor": kimi_vl_collate_fn,
     "Kimi_K25Processor": kimi_k25_vl_collate_fn,
+    "Lfm2VlProcessor": default_collate_fn,
     "LlavaOneVisionProcessor": llava_onevision_collate_fn,
     "LlavaOnevisionProcessor": llava_onevision_collate_fn,
     "NemotronH_Nano_Omni_Reasoning_V3Processor": nemotron_omni_collate_fn,

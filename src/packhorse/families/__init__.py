@@ -12,6 +12,7 @@ from packhorse.families.generic import Generic, TextOnly, generic_for
 from packhorse.families.internvl import InternVL
 from packhorse.families.kimi_k25 import KimiK25, KimiK25Remote
 from packhorse.families.kimi_vl import KimiVL
+from packhorse.families.lfm2_vl import Lfm2VL
 from packhorse.families.llava_onevision import LlavaOnevision
 from packhorse.families.models import check_transformers
 from packhorse.families.nemotron_omni import NemotronOmni
@@ -36,6 +37,7 @@ FAMILIES: tuple[Family, ...] = (
     LlavaOnevision(),
     InternVL(),
     SmolVLM(),
+    Lfm2VL(),
     Phi4MM(),
     NemotronParse(),
     NemotronOmni(),

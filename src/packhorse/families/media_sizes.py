@@ -141,6 +141,21 @@ def nearest_tiles(
     return best
 
 
+@lru_cache
+def tile_arrangements(least: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Tiles across and down, small arrangements first; for processors that collect them in a set."""
+    # Which of two equally large arrangements comes first is decided by the order of a set of pairs: it must
+    # be the same set, filled in the same order, as in the processor.
+    pairs = {
+        (across, down)
+        for larger in range(least, most + 1)
+        for across in range(1, larger + 1)
+        for down in range(1, larger + 1)
+        if least <= across * down <= most
+    }
+    return tuple(sorted(pairs, key=lambda pair: pair[0] * pair[1]))
+
+
 def split_runs(text: str, token: str) -> Pieces:
     """The text cut into runs of a token and what is between them."""
     runs: list[tuple[str, int]] = []

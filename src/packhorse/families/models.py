@@ -228,23 +228,6 @@ def media_parts(config: ModelConfig) -> tuple[str, ...]:
     return tuple(sorted(name for name in of_media if getattr(config, name, None) is not None))
 
 
-def check_router_loss(config: ModelConfig | None) -> None:
-    """Raise if a mixture of experts is to add the auxiliary loss of its router to the loss of packed batches.
-
-    transformers computes it from the 2-D attention mask. It raises for the 4-D mask of packs; without a mask
-    it counts padding and placeholders as tokens. A loss that is computed from logits does not have it at all.
-    """
-    text = config if config is None else getattr(config, "get_text_config", lambda: config)()
-    if getattr(text, "output_router_logits", False):
-        raise ConfigError.of(
-            "output_router_logits",
-            True,
-            "transformers cannot compute the router's auxiliary loss for packed "
-            "batches, and token_loss does not add it. Set model.config.get_text_config()."
-            "output_router_logits = False to train without it, or use mode='pad' and model(**batch).loss",
-        )
-
-
 def weightless_model(config: ModelConfig) -> Any | None:
     """Build a model with mRoPE without weights (on ``meta``); None if transformers has no such class."""
     import torch
@@ -302,13 +285,10 @@ def check_shift_labels(model: object) -> None:
     learns = "labels" in inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
     if learns and not honours_shift_labels(kind if inner is None else inner):
         version = require("transformers", "train").__version__
-        # prepare is for packed batches, which the router's loss cannot be computed for.
-        routed = getattr(text_config(config), "output_router_logits", False)
-        call = "families.models.make_honour_shift_labels" if routed else "integrations.transformers.prepare"
         passed = "" if inner is not None else " and pass the model itself"
         what = (
             f"{kind.__name__} of transformers {version} drops shift_labels, so model(**batch).loss would "
-            f"shift labels twice: call packhorse.{call}(model) first{passed}, or upgrade transformers"
+            f"shift labels twice: call packhorse.prepare(model) first{passed}, or upgrade transformers"
         )
         raise ConfigError(what, setting="model", value=kind.__name__)
 
@@ -358,8 +338,22 @@ def _with_loss(module: Any, arguments: Any, options: dict[str, Any], output: Any
     items = options.get("num_items_in_batch")
     loss = causal_loss(logits, None, logits.shape[-1], num_items_in_batch=items, shift_labels=labels)
     if auxiliary is not None:
-        loss = loss + text_config(module.config).router_aux_loss_coef * auxiliary
+        loss = loss + router_loss_coefficient(module) * auxiliary
     return type(output)(**{**output, "loss": loss}) if whole else (loss, *output)
+
+
+def router_loss_coefficient(model: object) -> float:
+    """Return the factor with which a model adds the auxiliary loss of its router; ConfigError without one."""
+    inner = unwrap(model)
+    # Most heads copy it from the config when they are built, and ignore later changes of the config.
+    for owner in (inner, text_config(inner.config)):
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            if (value := getattr(owner, name, None)) is not None:
+                return float(value)
+    what = (
+        f"{type(inner).__name__} has no router_aux_loss_coef, so the weight of its auxiliary loss is unknown"
+    )
+    raise ConfigError(what, setting="router_aux_loss_coef")
 
 
 # --- processors ----------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ class NemotronOmni(Family):
     caveats: ClassVar[tuple[str, ...]] = (
         "two videos in one sample are rejected: the processor takes one",
         "videos in one batch must have frames of the same size",
+        "the model of transformers 5.22 raises for videos, and for a batch with images and videos",
     )
     min_transformers: ClassVar[str] = "5.18"
     least_samples: ClassVar[int] = 320  # below two frames, normalising gives NaN

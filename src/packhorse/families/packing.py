@@ -65,6 +65,9 @@ PACKABLE = _FAMILY_MODEL_TYPES | _DECODERS | STATEFUL_LAYERS.keys()
 A model is accepted without a measurement if its own type and that of its decoder are both among them.
 """
 
+_IGNORE_BOUNDARIES = frozenset({"falcon_mamba", "mamba", "mamba2", "nemotron", "stablelm"})
+"""Of these, the types whose decoder or attention does not get the boundaries of documents."""
+
 # Kinds of layers in which a token sees no more than its mask or its document's bounds let it see.
 _PROVEN_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
@@ -91,12 +94,15 @@ class Packing:
             document.
         tested: whether tests of this project show it; else it was measured on a tiny copy.
         known: whether ``problems`` are facts, not only the lack of a proof.
+        no_boundaries: why attention that takes boundaries of documents, as varlen and flash attention do,
+            would be wrong; empty if it is right.
     """
 
     problems: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     tested: bool = True
     known: bool = True
+    no_boundaries: str = ""
 
 
 def inspect_packing(model: object) -> Packing:
@@ -118,7 +124,8 @@ def inspect_packing(model: object) -> Packing:
     layers = STATEFUL_LAYERS.get(text.model_type, ())
     ours = model_class.__module__.startswith("transformers.")
     if ours and not untested and (layers or not _may_carry_state(inner, config, text)):
-        return Packing(layers=layers)
+        ignores = text.model_type in _IGNORE_BOUNDARIES
+        return Packing(layers=layers, no_boundaries=_NO_BOUNDARIES if ignores else "")
     if odd := {kind: index for kind, index in layer_kinds(text).items() if kind not in _MEASURABLE_LAYERS}:
         layers_named = ", ".join(f"layer {index} ({kind})" for kind, index in odd.items())
         why = f"{model_class.__name__}: no test shows that {layers_named} keeps the documents of a row apart"
@@ -139,9 +146,10 @@ def _measure_packing(model_class: Any, config: ModelConfig, untested: Sequence[s
     if untested and media_parts(config):
         why = f"{name}: its text is right in packed rows, as measured, but no test shows that its media are"
         return Packing((why + _HINT,), result.layers, False, False)
-    return Packing((), result.layers, False)
+    return Packing((), result.layers, False, no_boundaries=_NO_BOUNDARIES if result.varlen else "")
 
 
+_NO_BOUNDARIES = "this model does not pass them on, or ignores them"
 _HINT = '; packhorse parity --model measures it with your data, and model="unchecked" goes without this check'
 
 
@@ -181,6 +189,19 @@ def unprepared_layers(model: object) -> str:
         f"{', '.join(packing.layers)} of {type(inner).__name__} carries state from one document of a packed "
         "row to the next, whatever the attention mask says"
     )
+
+
+def check_boundaries(model: object) -> None:
+    """Raise ConfigError if attention that takes boundaries of documents would be wrong for a model."""
+    if problem := inspect_packing(model).no_boundaries:
+        raise boundaries_error(problem)
+
+
+def boundaries_error(problem: str) -> ConfigError:
+    """The error for attention that takes boundaries of documents, from :attr:`Packing.no_boundaries`."""
+    what = f"varlen and flash attention take the boundaries of documents, and {problem}"
+    remedy = "use attn_implementation='sdpa', 'eager' or 'flex_attention'"
+    return ConfigError(f"{what}: {remedy}", setting="attn_implementation")
 
 
 def packing_error(problems: Sequence[str]) -> ConfigError:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from packhorse.families.encoder import Encoder, Family, LoadedMedia
-from packhorse.families.media_sizes import nearest_tiles
+from packhorse.families.media_sizes import nearest_tiles, tile_arrangements
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _GLOBAL_TOKENS = 256 + 16 + 1  # the whole image with its row ends, and one between it and the crops
@@ -93,18 +93,4 @@ def _crops(height: int, width: int, side: int, most: int) -> tuple[int, int]:
     across, down = math.ceil(width / side), math.ceil(height / side)
     if across * down <= most:
         return across, down
-    return nearest_tiles(height, width, side**2, _arrangements(most))
-
-
-@lru_cache
-def _arrangements(most: int) -> tuple[tuple[int, int], ...]:
-    # Which of two equally large arrangements comes first is decided by the order of a set of pairs: it must
-    # be the same set, filled in the same order, as in the processor.
-    pairs = {
-        (across, down)
-        for larger in range(1, most + 1)
-        for across in range(1, larger + 1)
-        for down in range(1, larger + 1)
-        if across * down <= most
-    }
-    return tuple(sorted(pairs, key=lambda pair: pair[0] * pair[1]))
+    return nearest_tiles(height, width, side**2, tile_arrangements(1, most))

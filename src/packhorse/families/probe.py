@@ -23,6 +23,7 @@ from packhorse.families.models import text_config
 from packhorse.families.packing import layer_kinds
 from packhorse.families.stateful import install, layers_of
 from packhorse.families.tiny import tiny_settings
+from packhorse.families.varlen import VARLEN, register_varlen
 from packhorse.utils.files import build_once, digest
 
 logger = logging.getLogger("packhorse.families.probe")
@@ -30,7 +31,7 @@ logger = logging.getLogger("packhorse.families.probe")
 _LENGTHS = ((40, 24), (24, 40), (7, 57))  # of document 1 and document 2; the first finds the layers
 _FIRST, _SECOND = _LENGTHS[0]
 _MOST_WEIGHTS = 50_000_000
-_VERSION = 1  # of the probe: cached results of another one are not used
+_VERSION = 2  # of the probe: cached results of another one are not used
 _FACTOR = 4  # what is allowed, in units of the noise floor
 _CONTROL = 20  # a leaking mask changes at least this many times what is allowed
 _ROUNDS = 3  # state may be carried by a layer and by another that contains it
@@ -51,6 +52,8 @@ class Probe:
         floor: largest difference between two correct computations of document 2 alone.
         control: as ``leak``, with a mask that lets document 2 see document 1.
         unhandled: as ``leak``, without calling layers document by document.
+        varlen: why packed rows are wrong with attention that takes the boundaries of documents instead of a
+            mask; empty if they are right.
     """
 
     layers: tuple[str, ...] = ()
@@ -61,6 +64,7 @@ class Probe:
     floor: float = 0.0
     control: float = 0.0
     unhandled: float = 0.0
+    varlen: str = ""
 
 
 def probe(model_class: Any, config: Any) -> Probe:
@@ -121,7 +125,8 @@ def _measure(rows: _Rows) -> Probe:
         return Probe(problem=f"a tiny copy of it shows nothing: {why}", floor=before.floor)
     numbers: dict[str, Any] = {"floor": before.floor, "control": before.control, "unhandled": before.leak}
     if before.ok:
-        return Probe(leak=before.leak, difference=before.difference, **numbers)
+        varlen = _varlen_problem(rows)
+        return Probe(leak=before.leak, difference=before.difference, varlen=varlen, **numbers)
     numbers |= {"leak": before.leak, "difference": before.difference}
     what = f"document 2 of a pack changes by {before.leak:.1e} when document 1 is replaced"
     if before.leak <= before.allowed:
@@ -147,10 +152,22 @@ def _measure_separated(rows: _Rows, layers: tuple[str, ...], numbers: dict[str, 
             break
         layers = _outermost(rows.model, (*layers, *more))
     if after.ok:
-        return Probe(layers, **numbers)
+        return Probe(layers, varlen=_varlen_problem(rows), **numbers)
     remains = max(after.leak, after.difference)
     why = f"{what}; with {', '.join(layers)} called document by document, by {remains:.1e}"
     return Probe(problem=why, wrong=True, **numbers)
+
+
+def _varlen_problem(rows: _Rows) -> str:
+    """Return why packed rows are wrong with attention that takes the boundaries of documents."""
+    register_varlen()
+    text_config(rows.model.config)._attn_implementation = VARLEN
+    found, problem = _try(rows.compare)
+    if problem:
+        return f"a tiny copy of it cannot be run ({problem})"
+    if found.ok:
+        return ""
+    return f"document 2 of a pack differs from document 2 alone by {max(found.leak, found.difference):.1e}"
 
 
 def _try(function: Callable[[], Any]) -> tuple[Any, str]:
@@ -231,30 +248,42 @@ class _Rows:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        config = model.config.get_text_config()
+        config = text_config(model.config)
         size = min(getattr(config, "vocab_size", None) or 100, 100)
         generator = torch.Generator().manual_seed(1)
         self.documents = torch.randint(4, size, (3, 1, _FIRST + _SECOND), generator=generator)
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self.additive = config._attn_implementation == "eager"
+        self.config = config
 
     def pack_logits(
         self, first: int = 0, lengths: tuple[int, int] = _LENGTHS[0], keep_apart: bool = True
     ) -> torch.Tensor:
         """Return the logits of document 2 after document 1, which is one of two."""
-        numbers = torch.arange(2).repeat_interleave(torch.tensor(lengths))
-        seen = torch.ones(len(numbers), len(numbers), dtype=torch.bool).tril()
-        if keep_apart:
-            seen &= numbers[:, None] == numbers
-        mask: torch.Tensor = seen
-        if self.additive:
-            mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         ids = torch.cat([self.documents[first][:, : lengths[0]], self.documents[2][:, : lengths[1]]], 1)
-        logits = self._logits(input_ids=ids, attention_mask=mask[None, None], position_ids=positions)
+        documents = lengths if keep_apart else (sum(lengths),)
+        logits = self._logits(input_ids=ids, position_ids=positions, **self._separate(documents))
         return logits[0, lengths[0] :]
 
-    def _logits(self, **inputs: torch.Tensor) -> torch.Tensor:
+    def _separate(self, lengths: Sequence[int]) -> dict[str, Any]:
+        """Return the inputs that separate the documents of a row for the model's attention."""
+        attention = self.config._attn_implementation
+        if attention == VARLEN:
+            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            return {
+                "cu_seq_lens_q": ends,
+                "cu_seq_lens_k": ends,
+                "max_length_q": max(lengths),
+                "max_length_k": max(lengths),
+            }
+        numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        seen = (numbers[:, None] == numbers).tril()
+        mask: torch.Tensor = seen
+        if attention == "eager":
+            mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        return {"attention_mask": mask[None, None]}
+
+    def _logits(self, **inputs: Any) -> torch.Tensor:
         if not self.takes_positions:
             del inputs["position_ids"]
         with torch.no_grad():

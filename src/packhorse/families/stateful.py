@@ -51,7 +51,7 @@ _LENGTH_STEP = 64  # the kernels compute chunks of about this many tokens anyway
 _LEAST_FILL = 0.75  # a document has at least this share of the tokens of its group
 _CACHES = ("past_key_values", "past_key_value", "cache_params", "layer_past", "cache")
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-_DENSE = 4  # axes of a mask [B, 1, S, S]
+_DENSE, _PADDING = 4, 2  # axes of a mask [B, 1, S, S], and of one [B, S]
 
 
 class _HasBounds(Protocol):
@@ -181,8 +181,8 @@ def _similar(sizes: Sequence[int]) -> Iterator[tuple[list[int], int]]:
 def document_numbers(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     """Return the document numbers [B, S] of the inputs of a model, as its attention separates them.
 
-    Numbers are 0 for tokens that no token sees. None if the batch is not packed: it has neither
-    ``cu_seq_lens_q`` nor a mask for pairs of tokens.
+    Numbers are 0 for tokens that no token sees. None if layers with state can run on whole rows: the batch
+    has neither ``cu_seq_lens_q``, nor a mask for pairs of tokens, nor hidden tokens before visible ones.
     """
     if any(inputs.get(name) is not None for name in _CACHES):  # generation
         return None
@@ -199,9 +199,22 @@ def document_numbers(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     documents = getattr(getattr(mask, "mask_mod", None), "documents", None)  # of flex attention
     if documents is not None:
         return documents if isinstance(documents, torch.Tensor) else None
-    if not isinstance(mask, torch.Tensor) or mask.dim() != _DENSE or mask.shape[-1] != mask.shape[-2]:
+    if not isinstance(mask, torch.Tensor):
+        return None
+    if mask.dim() == _PADDING and mask.shape == tokens.shape[:2] and not inputs.get("use_cache"):
+        return _numbers_in_padding_mask(mask != 0)
+    if mask.dim() != _DENSE or mask.shape[-1] != mask.shape[-2]:
         return None
     return _numbers_in_mask(mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0)
+
+
+def _numbers_in_padding_mask(visible: torch.Tensor) -> torch.Tensor | None:
+    """Return 1 for visible and 0 for hidden tokens [B, S]; None if hidden ones come last.
+
+    transformers sets the inputs of hidden tokens to zero. Zeros fill the window of a convolution and let the
+    state decay, as any other token does.
+    """
+    return visible.long() if bool((visible[:, 1:] & ~visible[:, :-1]).any()) else None
 
 
 def _numbers_in_mask(seen: torch.Tensor) -> torch.Tensor:

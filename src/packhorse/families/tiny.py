@@ -90,8 +90,12 @@ _COUNTS = re.compile(
 )
 _SPECIAL_IDS = re.compile(r"(bos|eos|pad|sep|decoder_start|unk|cls|mask)_token_id")
 _NOT_NONE = {"head_dim": 16, "num_key_value_heads": 2}
+# With output_router_logits a model that is not prepared computes no packed batch.
 _NOT_SETTINGS = frozenset(
-    {"architectures", "transformers_version", "quantization_config", "dtype", "id2label", "label2id"}
+    {
+        *("architectures", "transformers_version", "quantization_config", "dtype", "id2label", "label2id"),
+        "output_router_logits",
+    }
 )
 
 

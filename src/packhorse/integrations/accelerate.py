@@ -73,8 +73,8 @@ def steps(accelerator: Accelerator, loader: Loader) -> Iterator[tuple[list[Batch
     That are the supervised tokens of all ranks; of preference data, the pairs and labelled answers.
 
     Loop over the micro-batches under ``accelerator.accumulate(model)``, with the loss
-    ``token_loss(logits, batch["labels"], tokens, replicas(accelerator), batch.info.loss_weights)``; tokens as
-    in :func:`~packhorse.integrations.loss.count_supervised`.
+    ``batch_loss(model, output, batch, tokens, replicas(accelerator))``
+    (:func:`~packhorse.integrations.loss.batch_loss`).
 
     Raises:
         ConfigError: packed rows are wrong for a prepared model.
@@ -85,7 +85,7 @@ def steps(accelerator: Accelerator, loader: Loader) -> Iterator[tuple[list[Batch
 
 
 def replicas(accelerator: Accelerator) -> int:
-    """Return ``replicas`` for :func:`~packhorse.integrations.loss.token_loss`.
+    """Return ``replicas`` for :func:`~packhorse.integrations.loss.batch_loss`.
 
     It undoes that ``accelerator.backward`` divides by the accumulated micro-steps and that ranks average
     gradients: the loss is divided by the tokens of all of them.

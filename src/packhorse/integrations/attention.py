@@ -1,33 +1,29 @@
-"""Attention backends for packed batches in models of transformers.
+"""Attention backends for packed batches in models of transformers: set one, or choose the right one.
 
-``use_attention(model, "varlen")`` sets the decoder to PyTorch's kernel for variable-length sequences; batches
-of ``neat_packed_vlm_collater(…, attn_implementation="varlen")`` hold its arguments. It is registered with
-transformers' ``AttentionInterface`` under this name.
+``use_attention(model, "varlen")`` sets the decoder to PyTorch's kernel for variable-length sequences
+(:mod:`packhorse.families.varlen`); batches of ``neat_packed_vlm_collater(…, attn_implementation="varlen")``
+hold its arguments.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 
 from packhorse.collate.batch_formats import CONTIGUOUS, FLASH, batch_format_of, is_hub_kernel
 from packhorse.collate.batch_formats import declare_batch_format as declare_batch_format
 from packhorse.errors import ConfigError, require, suggest
 from packhorse.families import FAMILIES
 from packhorse.families.models import attention_of, class_of
+from packhorse.families.packing import inspect_packing
+from packhorse.families.varlen import register_varlen, varlen_kernel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-VARLEN = "varlen"
 
 
 def use_attention(model: PreTrainedModel, attn_implementation: str) -> None:
@@ -52,8 +48,7 @@ def check_attention(attn_implementation: str) -> str:
         ConfigError: it cannot run here.
     """
     transformers: Any = require("transformers", "train")
-    require("transformers.masking_utils", "train").AttentionMaskInterface.register(VARLEN, varlen_mask)
-    transformers.AttentionInterface.register(VARLEN, varlen_attention)
+    register_varlen()
     known = {"eager", *transformers.AttentionInterface()}
     if attn_implementation in FLASH and attn_implementation not in installed_flash():
         return _load_kernel(_substitute_kernel(attn_implementation))
@@ -107,140 +102,6 @@ def _load_kernel(name: str) -> str:
     return name
 
 
-def varlen_mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
-    """Return the mask of sdpa for batches that are not packed; None if every token attends to all before it.
-
-    A batch with as many keys as queries and no attention mask may be packed, so it gets none.
-    """
-    # Earlier releases of transformers pass the positions of the queries in the cache, not their number.
-    queries = options["q_length"] if "q_length" in options else len(options["cache_position"])
-    if attention_mask is None and queries == kv_length:
-        return None
-    utilities = require("transformers.masking_utils", "train")
-    return utilities.sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **options)
-
-
-def varlen_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each document of a packed batch, as transformers calls it.
-
-    ``cu_seq_lens_q`` is where documents begin in the flattened batch [B * S]; sdpa computes a batch without
-    it or with a mask. A ``sliding_window`` counts the token itself. Returns [B, S, heads, width], and None
-    for the weights.
-    """
-    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    if cu_seq_lens_q is None or not causal or attention_mask is not None:
-        sdpa = require("transformers.integrations.sdpa_attention", "train").sdpa_attention_forward
-        if cu_seq_lens_q is None and causal and attention_mask is None:
-            attention_mask = _window_mask(query, key, sliding_window)
-            is_causal = is_causal if attention_mask is None else False
-        passed = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **options}
-        output: tuple[torch.Tensor, None] = sdpa(module, query, key, value, attention_mask, **passed)
-        return output
-    for name in ("softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise ConfigError(
-                f"varlen attention has no {name}, which this model uses: use flex_attention", setting=name
-            )
-    if dropout:
-        raise ConfigError.of("attention_dropout", dropout, "varlen attention has no dropout: set it to 0")
-    # Under autocast the rotary embedding returns float32, which no kernel for packs takes.
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        half = torch.get_autocast_dtype(device)
-        query, key, value = (states.to(half) for states in (query, key, value))
-    rows, _, length, _ = query.shape
-    if max_length_q is None:
-        detail = "cu_seq_lens_q needs it too: use the batch of the collater unchanged"
-        raise ConfigError.of("max_length_q", None, detail)
-    flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
-    if query.is_cuda:
-        result = _run_kernel(flat, cu_seq_lens_q, int(max_length_q), scaling, sliding_window)
-    else:
-        result = _run_sdpa(flat, cu_seq_lens_q, scaling, sliding_window)
-    return result.view(rows, length, *result.shape[1:]), None
-
-
-def _window_mask(query: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor | None:
-    """Return the mask of a sliding window for as many keys as queries, which :func:`varlen_mask` omits."""
-    length = query.shape[2]
-    if window is None or length != key.shape[2] or length <= window:
-        return None
-    return torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-
-
-def _run_kernel(
-    flat: Sequence[torch.Tensor],
-    cumulative: torch.Tensor,
-    longest: int,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    """Run PyTorch's kernel on queries, keys and values [B * S, heads, width]."""
-    query, key, value = flat
-    function, takes = varlen_kernel()
-    if scaling is not None and "scale" not in takes:
-        query = query * (scaling * query.shape[-1] ** 0.5)
-    options: dict[str, Any] = {"scale": scaling} if "scale" in takes else {}
-    grouped = query.shape[1] != key.shape[1]
-    if grouped and "enable_gqa" in takes:
-        options["enable_gqa"] = True
-    elif grouped:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
-    if "window_size" in takes:
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-    elif window is None:
-        options["is_causal"] = True
-    else:
-        raise ConfigError.of(
-            "sliding_window", window, "PyTorch's varlen kernel has none: update it, or use flex_attention"
-        )
-    result: torch.Tensor = function(query, key, value, cumulative, cumulative, longest, longest, **options)
-    return result
-
-
-@cache
-def varlen_kernel() -> tuple[Any, frozenset[str]]:
-    """Return PyTorch's kernel, and the names of its arguments, which differ between releases."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError as error:
-        raise ConfigError(
-            f"PyTorch {torch.__version__} has no torch.nn.attention.varlen: update it (2.10 or later), or "
-            "use flex_attention"
-        ) from error
-    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
-
-
-def _run_sdpa(
-    flat: Sequence[torch.Tensor], cumulative: torch.Tensor, scaling: float | None, window: int | None
-) -> torch.Tensor:
-    """Run sdpa on each document of queries, keys and values [B * S, heads, width]."""
-    outputs = []
-    for start, stop in pairwise(cumulative.tolist()):
-        q, k, v = (states[start:stop].transpose(0, 1)[None] for states in flat)
-        mask = _window_mask(q, k, window)
-        grouped = q.shape[1] != k.shape[1]
-        output = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-        )
-        outputs.append(output[0].transpose(0, 1))
-    return torch.cat(outputs)
-
-
 BEST_ON_CUDA = ("varlen", "flash_attention_2", "flex_attention", "sdpa", "eager")
 BEST_ELSEWHERE = ("sdpa", "varlen", "eager")
 
@@ -265,6 +126,7 @@ class AttentionInfo:
         flash: the flash attentions that are installed.
         kernels: whether the package ``kernels`` is, which loads kernels of the Hub.
         bidirectional: whether the tokens of an image attend to each other in both directions.
+        no_boundaries: why attention that takes boundaries of documents would be wrong; empty if it is right.
         softcap: whether scores are capped.
         sinks: whether there are attention sinks.
         dropout: of attention weights.
@@ -283,6 +145,7 @@ class AttentionInfo:
     flash: frozenset[str] = frozenset()
     kernels: bool = False
     bidirectional: bool = False
+    no_boundaries: str = ""
     softcap: bool = False
     sinks: bool = False
     dropout: float = 0.0
@@ -321,6 +184,7 @@ def inspect_attention(
         flash=installed_flash(),
         kernels=_has_kernels(),
         bidirectional=model.config.model_type in bidirectional,
+        no_boundaries=inspect_packing(model).no_boundaries,
         softcap=any(_values(config, "attn_logit_softcapping")),
         sinks=any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()),
         dropout=max((float(p) for name in _DROPOUTS for p in _values(config, name)), default=0.0),
@@ -412,6 +276,8 @@ def _backend_problems(info: AttentionInfo, backend: str, batch_format: str) -> I
             yield f"its heads have up to {_WIDEST_HEAD} dimensions, the model's {info.head}"
         if backend == "flash_attention_4" and info.capability is not None and info.capability < _HOPPER:
             yield "its kernel needs a GPU of compute capability 9.0 (Hopper) or later"
+    if batch_format in CONTIGUOUS and info.no_boundaries:
+        yield info.no_boundaries
     if batch_format in CONTIGUOUS and info.bidirectional:
         yield "it is causal, and images of this model attend in both directions"
     if info.sinks and (

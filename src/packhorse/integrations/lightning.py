@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from packhorse.errors import require
-from packhorse.integrations.loss import loss_weights_of, token_loss
+from packhorse.errors import ConfigError, require
+from packhorse.families.models import models_in, unwrap
+from packhorse.families.router_loss import has_router_loss
+from packhorse.integrations.loss import batch_loss, loss_weights_of, token_loss
 from packhorse.integrations.trainer_feed import StepFeed, check_model, check_world
 
 if TYPE_CHECKING:
@@ -79,14 +81,34 @@ def _mark_saved(trainer: Trainer) -> None:
             callback._last_global_step_saved = trainer.global_step
 
 
-def step_loss(
-    trainer: Trainer, logits: torch.Tensor, batch: Mapping[str, Any], tokens: float
-) -> torch.Tensor:
+def step_loss(trainer: Trainer, output: Any, batch: Mapping[str, Any], tokens: float) -> torch.Tensor:
     """Return the loss for ``training_step``: a mean over the supervised tokens of all ranks and micro-steps.
 
-    Applies the loss weights of the batch. Undoes that Lightning divides by the accumulated micro-steps and
-    that ranks average gradients. To log it, divide by both again and sum: see
+    Applies the loss weights of the batch, and adds the auxiliary loss of a router as
+    :func:`~packhorse.integrations.loss.batch_loss` does. Undoes that Lightning divides by the accumulated
+    micro-steps and that ranks average gradients. To log it, divide by both again and sum: see
     ``examples/train_lightning.py``.
+
+    Args:
+        trainer: of Lightning.
+        output: of the model; its logits [B, S, vocabulary] are enough if it has no auxiliary loss.
+        batch: first part of what :class:`LoaderDataModule` yields.
+        tokens: second part.
+
+    Raises:
+        ConfigError: only logits are given, but the model of the module has an auxiliary loss.
     """
     replicas = trainer.world_size * trainer.accumulate_grad_batches
+    routed = [m for m in models_in(trainer.lightning_module) if has_router_loss(unwrap(m).config)]
+    if isinstance(output, torch.Tensor) and routed:
+        name = type(unwrap(routed[0])).__name__
+        what = f"step_loss got logits, but {name} has an auxiliary loss: pass the output of the model"
+        raise ConfigError(what, setting="output")
+    if len(routed) > 1:
+        names = ", ".join(type(unwrap(model)).__name__ for model in routed)
+        what = f"several models have an auxiliary loss ({names}): use packhorse.batch_loss, with replicas="
+        raise ConfigError(f"{what}{replicas}", setting="model")
+    if routed:
+        return batch_loss(routed[0], output, batch, tokens, replicas)
+    logits = output if isinstance(output, torch.Tensor) else output.logits
     return token_loss(logits, batch["labels"], tokens, replicas, loss_weights_of(batch))

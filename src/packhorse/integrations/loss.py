@@ -22,6 +22,7 @@ from packhorse.chat import IGNORE_INDEX
 from packhorse.collate.packed import model_inputs
 from packhorse.distributed import has_process_group, reachable_device
 from packhorse.errors import ConfigError
+from packhorse.families.router_loss import scaled_router_loss
 from packhorse.types import World, to_device
 
 if TYPE_CHECKING:
@@ -71,10 +72,47 @@ def token_loss(
     if weights is not None:
         log_probs = log_probs * weights[labels != IGNORE_INDEX].to(log_probs)
     summed = -log_probs.sum()
+    return summed * _scale(tokens, replicas, summed.device)
+
+
+def _scale(tokens: float | torch.Tensor, replicas: int, device: torch.device) -> float | torch.Tensor:
+    """Return what a sum over tokens is multiplied by."""
     if isinstance(tokens, torch.Tensor):
         # 0 tokens give a sum of 0; a sum of weights may be below 1.
-        return summed * (replicas / torch.where(tokens > 0, tokens, 1).to(summed.device))
-    return summed * (replicas / (tokens or 1))
+        return replicas / torch.where(tokens > 0, tokens, 1).to(device)
+    return replicas / (tokens or 1)
+
+
+def batch_loss(
+    model: Any,
+    output: Any,
+    batch: Mapping[str, Any],
+    tokens: float | torch.Tensor,
+    replicas: int = 1,
+) -> torch.Tensor:
+    """Return the contribution of a batch to the loss of a step, with the auxiliary loss of a router.
+
+    That is :func:`token_loss` with the labels and loss weights of the batch. If the model adds the auxiliary
+    loss of its router (``output_router_logits=True``), it counts as the cross entropy of the batch does: by
+    the share of the batch in the supervised tokens of the step. So the loss of a step is the mean of
+    ``model(**batch).loss`` over its batches, weighted by their supervised tokens.
+
+    Args:
+        model: that was called, also in PEFT, DDP, FSDP or ``torch.compile``.
+        output: of ``model(**model_inputs(batch, model))``.
+        batch: of a loader or of a collate function.
+        tokens: as for :func:`token_loss`.
+        replicas: likewise.
+
+    Raises:
+        ConfigError: the model was not prepared, so padding counts in its auxiliary loss.
+    """
+    loss = token_loss(output.logits, batch["labels"], tokens, replicas, loss_weights_of(batch))
+    auxiliary = scaled_router_loss(model, output)
+    if auxiliary is None:
+        return loss
+    share = count_batch_supervised(batch) * _scale(tokens, replicas, loss.device)
+    return loss + share * auxiliary.to(loss.device)
 
 
 def token_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -220,17 +258,21 @@ class Evaluation:
     """Result of :func:`evaluate`.
 
     Attributes:
-        loss: mean cross entropy over all supervised tokens; weighted, if rows have loss weights.
+        loss: mean cross entropy over all supervised tokens; weighted, if rows have loss weights. A model with
+            ``output_router_logits=True`` adds ``router_loss``.
         tokens: supervised tokens, of all ranks.
+        router_loss: the part of ``loss`` that is the auxiliary loss of the model's router, the mean over
+            batches weighted by their supervised tokens; 0 without one.
     """
 
     loss: float
     tokens: int
+    router_loss: float = 0.0
 
     @property
     def perplexity(self) -> float:
-        """Return ``exp(loss)``."""
-        return float(torch.tensor(self.loss, dtype=torch.float64).exp())
+        """Return ``exp`` of the mean cross entropy."""
+        return float(torch.tensor(self.loss - self.router_loss, dtype=torch.float64).exp())
 
 
 @contextmanager
@@ -272,22 +314,25 @@ def evaluate(model: torch.nn.Module, loader: Loader, group: dist.ProcessGroup | 
         loader.set_epoch(loader.epoch + 1)
     loader.set_epoch(0)
     device = next(model.parameters()).device
-    totals = torch.zeros(3, dtype=torch.float64)  # loss, weights, tokens
+    totals = torch.zeros(4, dtype=torch.float64)  # cross entropy, weights, tokens, loss of the router
     with evaluation_mode(model):
         for number, batch in enumerate(loader):
             moved = to_device(batch, device)
             inputs = model_inputs(moved, None if number else model)  # checking one batch is enough
             weights = loss_weights_of(batch)
-            totals[0] += token_loss(model(**inputs).logits, moved["labels"], 1, weights=weights).cpu()
-            totals[1] += count_batch_supervised(batch)
+            output, weight = model(**inputs), count_batch_supervised(batch)
+            totals[0] += token_loss(output.logits, moved["labels"], 1, weights=weights).cpu()
+            totals[1] += weight
             totals[2] += batch.info.supervised
+            if (auxiliary := scaled_router_loss(model, output)) is not None:
+                totals[3] += weight * auxiliary.cpu()
     if has_process_group():
         totals = totals.to(reachable_device(group))
         dist.all_reduce(totals, group=group)
-    loss, weight, tokens = totals.tolist()
+    loss, weight, tokens, router_loss = totals.tolist()
     if not weight:
         raise ConfigError(
             "no supervised token in the validation rows: each row needs an assistant turn. "
             "loader.epoch_stats says what became of the rows"
         )
-    return Evaluation(loss / weight, int(tokens))
+    return Evaluation((loss + router_loss) / weight, int(tokens), router_loss / weight)

@@ -11,6 +11,7 @@ from packhorse.collate.packed import check_takes_batches_of
 from packhorse.errors import ConfigError
 from packhorse.families.models import UNCHECKED, attention_of, models_in, unwrap
 from packhorse.families.packing import check_packable
+from packhorse.families.router_loss import check_model_router_loss
 from packhorse.integrations.loss import wrong_world
 from packhorse.integrations.preference import count_for_loss
 from packhorse.types import Batch
@@ -45,7 +46,8 @@ def check_world(
 def check_model(loader: Loader, module: torch.nn.Module) -> None:
     """Raise if a loader yields packs and the module holds a model that they are wrong for.
 
-    That is a model for which packed rows are wrong, or one that runs another attention. If the loader has
+    That is a model for which packed rows are wrong, one that runs another attention, or one with an auxiliary
+    loss of its router that is not prepared. If the loader has
     ``model="unchecked"``, nothing is checked.
     """
     if loader.attn_implementation is None or loader.model_name == UNCHECKED:
@@ -54,6 +56,7 @@ def check_model(loader: Loader, module: torch.nn.Module) -> None:
         check_packable(model)
         name = type(unwrap(model)).__name__
         check_takes_batches_of(name, attention_of(model), loader.attn_implementation)
+        check_model_router_loss(model)
 
 
 class TrainerFeed:

@@ -20,21 +20,27 @@ import torch
 from packhorse.collate.packed import model_inputs
 from packhorse.errors import ConfigError, require
 from packhorse.families.models import (
-    check_router_loss,
     honours_shift_labels,
     make_honour_shift_labels,
+    models_in,
     unwrap,
 )
 from packhorse.families.packing import inspect_packing, packing_error
+from packhorse.families.router_loss import (
+    check_model_router_loss,
+    check_router_loss,
+    has_router_loss,
+    install_router_loss,
+    is_installed,
+)
 from packhorse.families.stateful import BOUNDARIES, PER_DOCUMENT, install
 from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
 from packhorse.integrations.loss import (
+    batch_loss,
     check_plain_answers,
     count_batch_supervised,
     count_supervised,
     evaluate,
-    loss_weights_of,
-    token_loss,
 )
 from packhorse.integrations.trainer_feed import TrainerFeed, check_model, check_world
 from packhorse.loader.loader import Loader
@@ -61,7 +67,8 @@ class TrainFromLoader:
 
     - The loader assigns batches to ranks; ``per_device_train_batch_size`` has no effect.
     - The loss is one mean over the supervised tokens of all ranks and accumulated micro-steps; a weighted one
-      if rows have loss weights.
+      if rows have loss weights. With ``output_router_logits=True`` each micro-batch adds the auxiliary loss
+      of the router as :func:`packhorse.batch_loss` says.
     - Each checkpoint holds the loader's state; ``resume_from_checkpoint`` resumes after the last trained
       batch, without loading earlier ones, also with another number of ranks.
     - The loader's metrics are logged with the loss.
@@ -95,7 +102,8 @@ class TrainFromLoader:
                 "compute_loss in your class",
                 setting="compute_loss_func",
             )
-        check_router_loss(getattr(self.model, "config", None))  # type: ignore[attr-defined]
+        for routed in models_in(self.model):  # type: ignore[attr-defined]
+            check_model_router_loss(routed)
         self._check_metrics(self.eval_dataset)  # type: ignore[attr-defined]
         args.ignore_data_skip = True  # the loader skips used batches
         self.model_accepts_loss_kwargs = True  # for versions without loss_is_scaled_for_ga
@@ -201,7 +209,7 @@ class TrainFromLoader:
         outputs = model(**model_inputs(inputs))
         tokens = count_batch_supervised(inputs) if num_items_in_batch is None else num_items_in_batch
         ranks = int(self.accelerator.num_processes)  # type: ignore[attr-defined]
-        loss = token_loss(outputs.logits, inputs["labels"], tokens, ranks, loss_weights_of(inputs))
+        loss = batch_loss(model, outputs, inputs, tokens, ranks)
         return (loss, outputs) if return_outputs else loss
 
     def evaluate(
@@ -369,6 +377,8 @@ class Prepared:
             shift the labels of a batch again.
         tested: whether tests of Packhorse show that packed rows are right for this class; else a tiny copy of
             it was measured.
+        router_loss: whether the model adds the auxiliary loss of its router (``output_router_logits=True``),
+            in which only tokens of documents count.
     """
 
     model: str
@@ -377,6 +387,7 @@ class Prepared:
     kernels: tuple[str, ...]
     computes_loss: bool
     tested: bool
+    router_loss: bool = False
 
     def __str__(self) -> str:
         parts = [f"{self.attn_implementation} attention"]
@@ -385,6 +396,8 @@ class Prepared:
             parts.append(f"{count} {name} called {how}")
         if self.computes_loss:
             parts.append("the loss computed from shift_labels by hooks")
+        if self.router_loss:
+            parts.append("only tokens of documents in the router's auxiliary loss")
         proof = "" if self.tested else " (measured on a tiny copy: packed equals unpacked)"
         return f"{self.model}: {'; '.join(parts)}{proof}"
 
@@ -404,7 +417,9 @@ def prepare(
     Sets the decoder's attention (not the vision tower's) and ``use_cache=False``: with a cache, transformers
     takes each row for one document. Layers that carry state (linear attention, state spaces, short
     convolutions) get their inputs document by document. If the installed transformers would shift the labels
-    of a batch again, the model gets hooks that compute its loss from ``shift_labels``. Weights do not change.
+    of a batch again, the model gets hooks that compute its loss from ``shift_labels``. A mixture of experts
+    gets a forward pass in which only tokens of documents count in the auxiliary loss of its router
+    (``output_router_logits=True``). Weights do not change.
 
     Args:
         model: the model, before or after it is moved to its device; also inside PEFT, DDP, FSDP or
@@ -428,8 +443,10 @@ def prepare(
     Raises:
         ConfigError: the backend would be wrong for this model, or the model cannot be trained on packs.
     """
+    if stateful not in (choices := ("auto", PER_DOCUMENT, BOUNDARIES)):
+        raise ConfigError.of("stateful", stateful, f"expected one of {', '.join(choices)}")
     inner = unwrap(model)
-    check_router_loss(inner.config)
+    check_router_loss(inner.config, True)
     packing = inspect_packing(model)
     if packing.problems:
         raise packing_error(packing.problems)
@@ -440,10 +457,9 @@ def prepare(
     for config in (inner.config, inner.config.get_text_config()):
         config.use_cache = False
     make_honour_shift_labels(inner)
-    if stateful not in (choices := ("auto", PER_DOCUMENT, BOUNDARIES)):
-        raise ConfigError.of("stateful", stateful, f"expected one of {', '.join(choices)}")
+    install_router_loss(inner)
     layers = install(inner, packing.layers, stateful)
-    if layers and model is not inner:
+    if (layers or is_installed(inner)) and model is not inner:
         torch.compiler.reset()  # code compiled before has no hooks
     prepared = Prepared(
         type(inner).__name__,
@@ -452,6 +468,7 @@ def prepare(
         tuple(name for name, (_, mode) in layers.items() if mode == BOUNDARIES),
         not honours_shift_labels(type(inner)),
         packing.tested,
+        has_router_loss(inner.config),
     )
     logger.info("%s", prepared)
     return prepared

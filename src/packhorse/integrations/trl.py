@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import ConfigError, require
+from packhorse.families.models import router_loss_coefficient
+from packhorse.families.router_loss import has_router_loss
 from packhorse.integrations.transformers import TrainFromLoader
 from packhorse.loader.loader import Loader
 
@@ -114,10 +116,20 @@ def _check_settings(args: Any, model: Any, loader: Loader) -> None:
     text, coefficient = model.config.get_text_config(), getattr(args, "router_aux_loss_coef", None)
     if coefficient is None:
         coefficient = getattr(text, "router_aux_loss_coef", 0.0)
-    if hasattr(text, "output_router_logits") and coefficient:
+    if not hasattr(text, "output_router_logits") or not coefficient:
+        return
+    if not has_router_loss(model.config):
         raise ConfigError.of(
             "router_aux_loss_coef",
             coefficient,
-            "TRL adds the router's auxiliary loss, which packed batches cannot have. Set "
+            "TRL adds the router's auxiliary loss, for which packhorse.load has to know it. Set "
+            "model.config.get_text_config().output_router_logits = True before packhorse.load, or "
             "SFTConfig(router_aux_loss_coef=0.0) to train without it",
+        )
+    if coefficient != (own := router_loss_coefficient(model)):
+        raise ConfigError.of(
+            "router_aux_loss_coef",
+            coefficient,
+            f"the model has {own}: remove it, and load the model with from_pretrained(…, "
+            f"router_aux_loss_coef={coefficient})",
         )

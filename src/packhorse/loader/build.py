@@ -30,6 +30,7 @@ from packhorse.collate.packer import Packer
 from packhorse.collate.padded import collate_samples, order_rows
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, data_errors
+from packhorse.families.router_loss import ROUTER_MASK, has_router_loss
 from packhorse.loader.config import LoaderConfig, as_dtype
 from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.startup import ModelInfo, attn_backend
@@ -311,7 +312,11 @@ class PackBuilder(BatchBuilder):
     def collate(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Collate a packed batch."""
         packs = [self.packer.join([sample for _, sample in row]) for row in rows]
-        return collate_packs(packs, self.packer.family, **self.collater)
+        batch = collate_packs(packs, self.packer.family, **self.collater)
+        if ROUTER_MASK in batch:
+            documents = batch.get("_packed_seq_ids", torch.tensor(1))
+            _exclude_placeholders(batch[ROUTER_MASK], rows, documents)
+        return batch
 
 
 class PadBuilder(BatchBuilder):
@@ -333,7 +338,7 @@ class PadBuilder(BatchBuilder):
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Collate a padded batch."""
-        return collate_samples(
+        batch = collate_samples(
             [sample for row in rows for _, sample in row],
             self.samples.family,
             pad_token_id(self.samples.processor),
@@ -341,6 +346,20 @@ class PadBuilder(BatchBuilder):
             pixel_dtype=self.pixel_dtype,
             media_layout=self.config.pipeline_microbatches is not None,
         )
+        # A model that is not prepared does not take it, and counts what its 2-D mask has.
+        if self.model.counts_documents and has_router_loss(self.model.config):
+            batch[ROUTER_MASK] = batch["attention_mask"] > 0
+            _exclude_placeholders(batch[ROUTER_MASK], self.in_order(list(rows)), torch.tensor(1))
+        return batch
+
+
+def _exclude_placeholders(mask: torch.Tensor, rows: Sequence[Row], documents: torch.Tensor) -> None:
+    """Set the tokens of placeholders to False in a mask [B, S]; ``documents`` are their numbers."""
+    numbers = documents.expand_as(mask)
+    for row, samples in enumerate(rows):
+        for number, (index, _) in enumerate(samples, 1):
+            if index is None:
+                mask[row] &= numbers[row] != number
 
 
 def make_packer(config: LoaderConfig, samples: PreTokenizedDatasetWrapper, model: ModelInfo) -> Packer:

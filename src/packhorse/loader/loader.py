@@ -21,6 +21,7 @@ from packhorse.chat import chat_templates
 from packhorse.count.columns import CountColumns
 from packhorse.distributed import Collectives
 from packhorse.errors import ConfigError
+from packhorse.families.router_loss import has_router_loss
 from packhorse.ledger import Ledger
 from packhorse.loader.build import Built, PackBuilder, PadBuilder
 from packhorse.loader.config import LoaderConfig
@@ -151,6 +152,13 @@ class Loader:
                 "rows have loss weights, which model(**batch).loss ignores. In a loop of your own write "
                 "token_loss(logits, batch['labels'], tokens, weights=batch.info.loss_weights) with tokens = "
                 "count_supervised(…); TrainFromLoader, SFTTrainer, step_loss and evaluate apply them"
+            )
+        if has_router_loss(opened.model.config) and self.world.rank == 0:
+            logger.warning(
+                "%s adds the auxiliary loss of its router, which token_loss does not contain. In a loop of "
+                "your own write batch_loss(model, model(**model_inputs(batch, model)), batch, tokens); "
+                "TrainFromLoader, SFTTrainer, step_loss and evaluate add it",
+                self.model_name,
             )
         self.epoch_stats: EpochStats | None = None
         self._recorded_dropped = False

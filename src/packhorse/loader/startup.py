@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from packhorse.chat import Processor, is_tokenizer, pad_token_id
-from packhorse.collate.batch_formats import batch_format_of
+from packhorse.collate.batch_formats import CONTIGUOUS, batch_format_of
 from packhorse.collate.packed import check_takes_batches_of
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import contents_of
@@ -40,14 +40,14 @@ from packhorse.families.models import (
     UNCHECKED,
     as_whole_processor,
     attention_of,
-    check_router_loss,
     check_shift_labels,
     is_unchecked,
     media_parts,
     resolve_model,
 )
-from packhorse.families.packing import check_packable, inspect_packing
+from packhorse.families.packing import boundaries_error, check_packable, inspect_packing
 from packhorse.families.qwen_vl import RopeIndex, rope_index
+from packhorse.families.router_loss import check_router_loss, has_router_loss, is_installed
 from packhorse.formats.conversation import parse_conversation, parse_documents
 from packhorse.formats.in_memory import ConvertedRows, open_examples
 from packhorse.formats.meta import (
@@ -92,6 +92,8 @@ class ModelInfo:
         config: its config; None if unknown.
         name: class of the model or config; ``"unchecked"``, or ``"none"`` without a model.
         loaded: whether the model itself is known; a config does not determine the attention that runs.
+        no_boundaries: why attention that takes boundaries of documents would be wrong; empty if it is right.
+        counts_documents: whether the model takes the tokens that count in its router's auxiliary loss.
     """
 
     get_rope_index: RopeIndex | None = None
@@ -101,6 +103,8 @@ class ModelInfo:
     config: Any = None
     name: str = UNCHECKED
     loaded: bool = False
+    no_boundaries: str = ""
+    counts_documents: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +289,8 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
         config,
         type(known).__name__,
         inner is not None,
+        inspect_packing(model).no_boundaries if packed else "",
+        is_installed(inner),
     )
 
 
@@ -303,6 +309,8 @@ def _check_processor(processor: Processor, model: ModelInfo) -> None:
 def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
     """Raise if batches cannot be built with these settings, or would be wrong for the model."""
     model, family = opened.model, opened.encoder.family
+    if has_router_loss(model.config):
+        _check_adds_router_loss(config)
     if config.mode == "pad":
         return
     pad_token_id(opened.processor)
@@ -322,10 +330,25 @@ def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
     if config.pad_to_size and config.pack_size % config.alignment:
         expected = f"pad_to_size=True needs a multiple of alignment={config.alignment}"
         raise ConfigError.of("pack_size", config.pack_size, expected)
-    batch_format_of(attn_backend(config, model))
-    check_router_loss(model.config)
+    if batch_format_of(attn_backend(config, model)) in CONTIGUOUS and model.no_boundaries:
+        raise boundaries_error(model.no_boundaries)
+    check_router_loss(model.config, model.counts_documents)
     if model.loaded and config.attn_implementation is not None:
         check_takes_batches_of(model.name, model.attn_implementation, config.attn_implementation)
+
+
+def _check_adds_router_loss(config: LoaderConfig) -> None:
+    """Raise for a loss without the auxiliary loss of the model's router."""
+    without = "preference losses do" if config.task == "preference" else ""
+    if config.pipeline_microbatches is not None:
+        without = "the loss of a pipeline does"
+    if without:
+        raise ConfigError.of(
+            "output_router_logits",
+            True,
+            f"{without} not contain the auxiliary loss of the router. Set "
+            "model.config.get_text_config().output_router_logits = False",
+        )
 
 
 def attn_backend(config: LoaderConfig, model: ModelInfo) -> str:

@@ -282,6 +282,13 @@ def fit_image(height: int, width: int, factor: int, min_pixels: float, max_pixel
     As :func:`resize_image`, but a side of at most half of ``factor`` counts as one ``factor``, not as none.
     """
     _check_aspect_ratio(height, width)
+    return fit_any_image(height, width, factor, min_pixels, max_pixels)
+
+
+def fit_any_image(
+    height: int, width: int, factor: int, min_pixels: float, max_pixels: float
+) -> tuple[int, int]:
+    """As :func:`fit_image`, of any aspect ratio; a very long image has more than ``max_pixels``."""
     rows, columns = (max(1, round(side / factor)) for side in (height, width))
     area = rows * columns * factor * factor
     return _within(height, width, factor, (rows, columns), area, 1, min_pixels, max_pixels)

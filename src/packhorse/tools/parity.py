@@ -26,6 +26,7 @@ from packhorse.families import family_of
 from packhorse.families.models import attention_of
 from packhorse.families.packing import check_packable, known_problems, unprepared_layers
 from packhorse.families.qwen_vl import RopeIndex, mrope_position_ids, rope_index
+from packhorse.families.router_loss import without_router_loss
 from packhorse.integrations.attention import check_attention, use_attention
 from packhorse.ledger import Ledger
 from packhorse.types import to_device
@@ -305,8 +306,9 @@ def check_parity(
     encoded = EncodedSamples(samples, processor)
     bins = [list(range(len(encoded)))[row::rows] for row in range(rows)]
     rope = rope_index(model) if get_rope_index == "model" else get_rope_index
-    batch = _pack_batch(model, encoded, bins, pad_token_id(processor), rope, attn_implementation, collate)
-    with _evaluation_mode(model):
+    with without_router_loss(model.config), _evaluation_mode(model):
+        pad = pad_token_id(processor)
+        batch = _pack_batch(model, encoded, bins, pad, rope, attn_implementation, collate)
         use_attention(model, _REFERENCE)
         alone, expected = _run_unpacked(model, processor, encoded, gradients)
         noise = None

@@ -15,7 +15,7 @@ from packhorse.collate_fns import (
 )
 from packhorse.errors import ConfigError
 from packhorse.families.gemma3 import Gemma3
-from packhorse.integrations.attention import varlen_attention
+from packhorse.families.varlen import varlen_attention
 from packhorse.neat_packing_vlm import _build_packed_vlm_sample
 from raising import raises_config
 

@@ -16,8 +16,10 @@ from loader_samples import texts
 from packhorse.collate_fns import model_inputs
 from packhorse.errors import ConfigError
 from packhorse.integrations.lightning import LoaderDataModule, step_loss
+from packhorse.integrations.loss import batch_loss
 from packhorse.integrations.transformers import prepare
 from packhorse.types import World
+from raising import raises_config
 
 make_torchvision_importable()
 
@@ -33,6 +35,32 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WholeOutput(Module):
+    def training_step(self, item: Any, number: int) -> torch.Tensor:
+        batch, tokens = item
+        output = self.model(**model_inputs(batch))
+        loss = step_loss(self.trainer, output, batch, tokens)
+        assert torch.equal(loss, batch_loss(self.model, output, batch, tokens, replicas=2))
+        assert output.aux_loss > 0
+        return loss
+
+
+def test_the_loss_of_a_step_needs_the_output_of_a_model_with_a_router_loss() -> None:
+    model = copy.deepcopy(tiny_model("qwen3_vl_moe"))
+    model.config.get_text_config().output_router_logits = True
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    options |= {"accumulate_grad_batches": 2, "enable_progress_bar": False, "max_epochs": 1}
+
+    def loader() -> packhorse.Loader:
+        settings: dict[str, Any] = {"pack_size": 512, "gradient_accumulation_steps": 2}
+        return packhorse.load(texts(8), processor("qwen3_vl"), model=model, world=World(), **settings)
+
+    prepare(model, device="cpu")
+    lightning.Trainer(**options).fit(WholeOutput(model), LoaderDataModule(loader()))
+    with raises_config("output", match="pass the output of the model"):
+        lightning.Trainer(**options).fit(Module(model), LoaderDataModule(loader()))
 
 
 class SaveAfter(lightning.Callback):

@@ -13,13 +13,13 @@ from PIL import Image
 
 import packhorse
 from contract.processors import processor
-from contract.text_models import text_model
 from contract.tiny_models import tiny_model
 from contract.torchvision_ops import make_torchvision_importable
 from loader_samples import texts
 from noise_floor import largest_difference, noise_floor
 from packhorse.collate_fns import model_inputs
 from packhorse.errors import MissingDependency
+from packhorse.integrations.loss import count_supervised, token_loss
 from packhorse.integrations.transformers import LOADER_STATE
 from packhorse.types import World
 from raising import raises_config
@@ -221,19 +221,36 @@ def test_settings_that_agree_with_the_loader_are_accepted(tmp_path: Path, argume
     assert make_trainer(tmp_path, **arguments).train_dataset is not None
 
 
-def test_a_mixture_of_experts_needs_the_auxiliary_loss_switched_off(tmp_path: Path) -> None:
+def test_a_mixture_of_experts_has_the_auxiliary_loss_that_the_loader_knows(
+    tmp_path: Path, parity: Any
+) -> None:
     from trl import SFTConfig
 
     from packhorse.integrations.trl import SFTTrainer
 
-    model = copy.deepcopy(text_model("qwen3_vl_moe"))
+    model = copy.deepcopy(tiny_model("qwen3_vl_moe"))
     packhorse.prepare(model)
     loader = packhorse.load(texts(4), processor("qwen3_vl"), model=model, pack_size=512, world=World())
     plain: dict[str, Any] = {"use_cpu": True, "report_to": [], "max_steps": 1, "save_strategy": "no"}
-    with raises_config("router_aux_loss_coef", match=r"Set SFTConfig\(router_aux_loss_coef=0\.0\)"):
+    with raises_config("router_aux_loss_coef", match=r"or SFTConfig\(router_aux_loss_coef=0\.0\)"):
         SFTTrainer(model, SFTConfig(str(tmp_path), **plain), loader=loader)
     config = SFTConfig(str(tmp_path), router_aux_loss_coef=0.0, **plain)
     SFTTrainer(model, config, loader=loader).train()
+    model.config.get_text_config().output_router_logits = True
+    model.config.get_text_config().router_aux_loss_coef = 0.01
+    loader = packhorse.load(texts(4), processor("qwen3_vl"), model=model, pack_size=512, world=World())
+    with raises_config("router_aux_loss_coef", 0.5, match="the model has 0.01: remove it"):
+        SFTTrainer(model, SFTConfig(str(tmp_path), router_aux_loss_coef=0.5, **plain), loader=loader)
+    trainer = SFTTrainer(model, SFTConfig(str(tmp_path), **plain), loader=loader)
+    (batch,) = loader
+    model.train()
+    with torch.no_grad():
+        found, own = trainer.compute_loss(model, batch, return_outputs=True)
+        without = token_loss(own.logits, batch["labels"], count_supervised([batch]))
+    expected, floor = without + 0.01 * own.aux_loss, noise_floor(found)
+    away = largest_difference(without, expected)
+    parity.check("loss", largest_difference(found, expected), floor, away)
+    trainer.train()
 
 
 def test_without_trl_the_message_has_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

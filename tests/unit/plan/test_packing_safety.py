@@ -12,7 +12,7 @@ from packhorse.encode.robust import RobustDatasetWrapper
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
 from packhorse.families.qwen_vl import mrope_position_ids
-from packhorse.integrations.attention import varlen_attention, varlen_mask
+from packhorse.families.varlen import varlen_attention, varlen_mask
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan, neat_pack_dataset_vlm, plan_key, plan_packs
 from packhorse.plan.lengths import sample_lengths

@@ -1,0 +1,375 @@
+"""Layers that carry state in a model that was prepared: right in packs, and as before everywhere else."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import packhorse
+from contract.test_packable_types import decoder, with_random_weights
+from noise_floor import largest_difference, noise_floor, relative_difference
+from packhorse.families.packing import STATEFUL_LAYERS, check_packable, inspect_packing
+from packhorse.families.stateful import Documents, install, is_installed, layers_of
+from raising import raises_config
+
+NAMES = ("qwen3_next", "lfm2", "bamba")
+LENGTHS = (11, 3, 14)
+IDS = torch.randint(5, 90, (2, sum(LENGTHS)), generator=torch.Generator().manual_seed(3))
+
+
+def plain(name: str) -> Any:
+    torch.manual_seed(0)
+    return with_random_weights(decoder(name))
+
+
+def prepare_model(name: str) -> Any:
+    model = plain(name)
+    packhorse.prepare(model, "sdpa", device="cpu")
+    return model
+
+
+def batch(hidden: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
+    """Two rows with three documents; with hidden tokens."""
+    numbers = (torch.arange(len(LENGTHS)) + 1).repeat_interleave(torch.tensor(LENGTHS))
+    numbers[list(hidden)] = 0
+    seen = (numbers[:, None] == numbers) & torch.ones(len(numbers), len(numbers)).tril().bool()
+    seen &= (numbers > 0)[:, None]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    return {
+        "input_ids": IDS,
+        "attention_mask": seen[None, None].expand(2, -1, -1, -1),
+        "position_ids": positions.expand(2, -1),
+    }
+
+
+def run(model: Any, inputs: dict[str, Any] | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    logits = model(**(batch() if inputs is None else inputs)).logits
+    logits.float().square().mean().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return logits.detach(), gradients
+
+
+def alone(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model(input_ids=ids, use_cache=False).logits for ids in IDS.split(LENGTHS, 1)], 1)
+
+
+# Packs.
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(name: str, reentrant: bool, parity: Any) -> None:
+    model = prepare_model(name).train()
+    logits, expected = run(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    again, gradients = run(model)
+    assert torch.equal(again, logits)
+    leaky = plain(name).train()
+    _, control = run(leaky)
+    floor = noise_floor(expected, measure=relative_difference)
+    difference = relative_difference(gradients, expected)
+    parity.check("gradients", difference, floor, relative_difference(control, expected))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compiled_model_gives_what_the_model_gives(name: str, parity: Any) -> None:
+    expected = alone(plain(name))
+    model = prepare_model(name)
+    before = torch.compile(plain(name), backend="eager")
+    with torch.no_grad():
+        before(**batch())
+        leaks = before(**batch()).logits
+        packhorse.prepare(before, "sdpa", device="cpu")
+        for compiled in (torch.compile(model, backend="eager"), before):
+            found = compiled(**batch()).logits
+            floor = noise_floor(expected, model(**batch()).logits)
+            difference, control = (largest_difference(logits, expected) for logits in (found, leaks))
+            parity.check("logits", difference, floor, control)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_of_padding_alone_trains_nothing_and_does_not_fail(name: str) -> None:
+    model = prepare_model(name).train()
+    logits, gradients = run(model, batch(tuple(range(sum(LENGTHS)))))
+    assert bool(logits.isfinite().all())
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+    assert len(gradients) == len(run(model)[1]), "the same weights take part, as DDP requires"
+
+
+def test_hidden_tokens_do_not_reach_the_tokens_after_them(parity: Any) -> None:
+    """Two tokens at the start of document 3 are hidden: what is left is the document without them."""
+    model = prepare_model("lfm2")
+    start = sum(LENGTHS[:2])
+    inputs = batch((start, start + 1))
+    with torch.no_grad():
+        packed = model(**inputs).logits[:, start + 2 :]
+        positions = torch.arange(2, LENGTHS[2]).expand(2, -1)
+        rest = {"input_ids": IDS[:, start + 2 :], "position_ids": positions, "use_cache": False}
+        expected = plain("lfm2")(**rest).logits
+        zeroed = plain("lfm2")(**inputs).logits[:, start + 2 :]
+    floor = noise_floor(expected)
+    control = largest_difference(zeroed, expected)
+    parity.check("logits", largest_difference(packed, expected), floor, control)
+
+
+def test_many_short_documents_take_few_calls() -> None:
+    model = prepare_model("lfm2")
+    (layer,) = layers_of(model, STATEFUL_LAYERS["lfm2"]).values()
+    calls = []
+    layer.in_proj.register_forward_hook(lambda *_: calls.append(1))
+    lengths = [1 + number * 7 % 60 for number in range(120)]
+    ids = torch.randint(5, 90, (1, sum(lengths)))
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packhorse.prepare(model, "varlen", device="cpu")
+    with torch.no_grad():
+        model(
+            input_ids=ids,
+            position_ids=positions,
+            cu_seq_lens_q=ends,
+            cu_seq_lens_k=ends,
+            max_length_q=60,
+            max_length_k=60,
+        )
+    assert len(calls) == 1, "documents of up to 64 tokens are of similar length"
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.lists(st.integers(0, 4), min_size=7, max_size=7), min_size=1, max_size=3), st.data())
+def test_documents_are_taken_apart_and_joined_to_what_they_were(rows: list[list[int]], data: Any) -> None:
+    numbers = torch.tensor([sorted(row) for row in rows])
+    hidden = data.draw(st.lists(st.booleans(), min_size=numbers.numel(), max_size=numbers.numel()))
+    numbers[torch.tensor(hidden).view(numbers.shape)] = 0
+    documents = Documents(numbers)
+    value = torch.rand(*numbers.shape, 2) + 1
+    for calls in (documents.in_groups, documents.in_one_row(0), documents.in_one_row(3)):
+        parts = [documents.take(value, calls, group) for group in calls.groups]
+        joined = documents.join(parts, calls)
+        shown = numbers > 0 if bool(numbers.any()) else torch.ones_like(numbers).bool()
+        assert torch.equal(joined[shown], value[shown])
+        assert not bool(joined[~shown].any())
+
+
+def test_rows_of_zeros_separate_the_documents_of_one_call() -> None:
+    documents = Documents(torch.tensor([[1, 1, 2, 0], [1, 1, 1, 2]]))
+    calls = documents.in_one_row(2)
+    (group,) = calls.groups
+    taken = documents.take(torch.arange(1.0, 9).view(2, 4, 1), calls, group)[0, :, 0]
+    assert taken.tolist() == [1, 2, 0, 0, 3, 0, 0, 5, 6, 7, 0, 0, 8, 0, 0]
+    assert calls.boundaries["cu_seq_lens_q"].tolist() == [0, 4, 7, 12, 15]
+    assert calls.boundaries["seq_idx"].dtype == torch.int32
+
+
+# Everything else is as before.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_packed_runs_as_in_a_model_that_is_not_prepared(name: str) -> None:
+    model, other = prepare_model(name), plain(name)
+    mask = torch.ones_like(IDS)
+    mask[1, -5:] = 0
+    model.train(), other.train()
+    for inputs in ({"input_ids": IDS}, {"input_ids": IDS, "attention_mask": mask}):
+        (found, gradients), (expected, gradients_then) = run(model, inputs), run(other, inputs)
+        assert torch.equal(found, expected)
+        assert all(torch.equal(gradients[key], gradients_then[key]) for key in gradients_then)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generation_is_as_before(name: str) -> None:
+    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    mask = torch.ones_like(IDS)
+    mask[1, :4] = 0
+    for inputs in ({"input_ids": IDS}, {"input_ids": IDS, "attention_mask": mask}):
+        found, expected = (
+            model.generate(**inputs, **options) for model in (prepare_model(name), plain(name))
+        )
+        assert torch.equal(found, expected)
+
+
+def test_a_prepared_model_is_saved_copied_and_pickled(tmp_path: Path, parity: Any) -> None:
+    model, other = prepare_model("lfm2"), plain("lfm2")
+    assert model.state_dict().keys() == other.state_dict().keys()
+    expected = run(model)[0]
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False))
+    for made in copies:
+        assert torch.equal(run(made)[0], expected)
+        with torch.no_grad():
+            for weight in made.parameters():
+                weight.zero_()
+        assert torch.equal(run(model)[0], expected), "a copy has weights of its own"
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert not is_installed(loaded, STATEFUL_LAYERS["lfm2"])
+    with raises_config("model", match=r"Lfm2ShortConv.*packhorse\.prepare\(model\)"):
+        check_packable(loaded)
+
+
+def test_a_layer_that_is_replaced_after_preparing_is_noticed() -> None:
+    model = prepare_model("lfm2")
+    (layer,) = layers_of(model, STATEFUL_LAYERS["lfm2"]).values()
+    layer.forward = type(layer).forward.__get__(layer)
+    with raises_config("model", match="call prepare last"):
+        model(**batch())
+
+
+# Inside wrappers.
+
+
+@pytest.mark.parametrize("first", ["prepare", "wrap"])
+def test_lora_around_a_hybrid_model_is_packed_right(first: str, parity: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = plain("lfm2")
+    if first == "prepare":
+        packhorse.prepare(model, "sdpa", device="cpu")
+    lora = LoraConfig(target_modules=["in_proj", "q_proj"], init_lora_weights=False)
+    wrapped = get_peft_model(model, lora)
+    if first == "wrap":
+        with raises_config("model", match="Lfm2ShortConv"):
+            check_packable(wrapped)
+        report = packhorse.prepare(wrapped, "sdpa", device="cpu")
+        assert report.stateful_layers == {"Lfm2ShortConv": 1}
+    check_packable(wrapped)
+    with torch.no_grad():
+        found, expected = wrapped(**batch()).logits, alone(wrapped)
+    leak = copy.deepcopy(wrapped)
+    (layer,) = layers_of(leak, STATEFUL_LAYERS["lfm2"]).values()
+    leaky_forward(layer)
+    control = largest_difference(leak_logits(leak), expected)
+    parity.check("logits", largest_difference(found, expected), noise_floor(expected), control)
+
+
+def leaky_forward(layer: Any) -> None:
+    """Let a layer that was prepared run on whole rows again."""
+    own = type(layer).forward
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        layer._packhorse_bounds.served.add(id(layer))
+        options.pop("attention_mask", None)
+        return own(layer, *arguments, **options)
+
+    layer.forward = forward
+
+
+def leak_logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**batch()).logits
+
+
+@pytest.mark.parametrize("first", ["prepare", "wrap"])
+def test_data_parallel_wrappers_of_a_hybrid_model_are_packed_right(
+    first: str, tmp_path: Path, parity: Any
+) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    expected = alone(plain("lfm2"))
+    leaks = largest_difference(leak_logits(plain("lfm2")), expected)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for wrap in (DistributedDataParallel, lambda model: fully_shard(model, mesh=mesh)):
+            model = prepare_model("lfm2") if first == "prepare" else plain("lfm2")
+            if first == "prepare":
+                for layer in model.model.layers:
+                    if wrap is not DistributedDataParallel:
+                        fully_shard(layer, mesh=mesh)
+            wrapped = wrap(model)
+            if first == "wrap":
+                packhorse.prepare(wrapped, "sdpa", device="cpu")
+            check_packable(wrapped)
+            logits, _ = run(wrapped)
+            parity.check("logits", largest_difference(logits, expected), noise_floor(expected), leaks)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# Classes without a test of their own.
+
+
+def test_a_class_of_the_users_is_measured_and_handled_or_rejected_with_its_layer(parity: Any) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Smooth(torch.nn.Module):
+        """Each token gets the mean of all tokens before it: a state that no mask limits."""
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            steps = torch.arange(1, hidden_states.shape[1] + 1)[None, :, None]
+            return hidden_states.cumsum(1) / steps
+
+    class SmoothLayer(torch.nn.Module):
+        def __init__(self, layer: Any) -> None:
+            super().__init__()
+            self.layer, self.smooth = layer, Smooth()
+
+        def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
+            return self.layer(hidden_states + self.smooth(hidden_states), **options)
+
+    class SmoothLlama(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.layers = torch.nn.ModuleList(map(SmoothLayer, self.model.layers))
+
+    class MixedLlama(LlamaForCausalLM):
+        """Mixes documents outside of any module."""
+
+        def forward(self, *arguments: Any, **options: Any) -> Any:
+            made = super().forward(*arguments, **options)
+            made.logits = made.logits + made.logits.cumsum(1)
+            return made
+
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    torch.manual_seed(0)
+    smooth = with_random_weights(SmoothLlama(copy.deepcopy(config)))
+    packing = inspect_packing(smooth)
+    assert packing.layers == ("Smooth",)
+    assert not packing.tested
+    expected, leaks = alone(smooth), leak_logits(smooth)
+    report = packhorse.prepare(smooth, "sdpa", device="cpu")
+    assert report.stateful_layers == {"Smooth": 2}
+    found = leak_logits(smooth)
+    control = largest_difference(leaks, expected)
+    parity.check("logits", largest_difference(found, expected), noise_floor(expected), control)
+    mixed = MixedLlama(copy.deepcopy(config))
+    with raises_config("model", match="MixedLlama: document 2 of a pack changes by"):
+        packhorse.prepare(mixed, device="cpu")
+
+
+def test_a_class_that_has_no_tiny_copy_is_rejected_with_the_reason() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class FixedLlama(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            if config.hidden_size != 96:
+                raise ValueError("only 96")
+            super().__init__(config)
+
+    config = LlamaConfig(vocab_size=128, hidden_size=96, intermediate_size=32, num_hidden_layers=1)
+    with raises_config("model", match=r"FixedLlama: a tiny copy of it cannot be built .*only 96"):
+        check_packable(FixedLlama(config))
+
+
+def test_installing_twice_changes_nothing() -> None:
+    model = prepare_model("lfm2")
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    install(model, STATEFUL_LAYERS["lfm2"])
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks

@@ -1,0 +1,179 @@
+"""Two gloo processes with DDP and two micro-steps: packed hybrids and mixtures of experts train as unpacked.
+
+The loss and the gradients of an optimizer step, through loader, ``prepare`` and ``batch_loss``, are those of
+its samples one by one, in a model as transformers builds it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+import packhorse
+from contract.processors import processor
+from contract.test_packable_types import decoder, with_random_weights
+from contract.tiny_models import MODELS, tiny_model
+from contract.tiny_tokenizers import tokenizer
+from noise_floor import noise_floor, relative_difference
+from packhorse import World, batch_loss, count_supervised, model_inputs
+from packhorse.integrations.attention import use_attention
+
+RANKS, ACCUMULATION = 2, 2
+NAMES = ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "nemotron_h", "bamba", "qwen3_vl_moe")
+
+
+@dataclass
+class Step:
+    """An optimizer step: its loss, its gradients and the samples of its batches."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    samples: list[int]
+
+
+def parts_of(name: str) -> tuple[Any, Any]:
+    """A model as transformers builds it, and its processor."""
+    if name in MODELS:
+        return copy.deepcopy(tiny_model(name, by_document=False)), processor(name)
+    words = copy.deepcopy(tokenizer("qwen2_vl"))
+    words.chat_template = processor("qwen2_vl").chat_template
+    torch.manual_seed(0)
+    model = with_random_weights(decoder(name, vocab_size=len(words)))
+    return model, words
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """Sixteen chats, every third with an image if the model takes images."""
+    from PIL import Image
+
+    rows = []
+    for number in range(16):
+        image = {"type": "image", "image": Image.new("RGB", (60 + 8 * number, 70), (9 * number, 99, 7))}
+        media = [image] if name in MODELS and number % 3 == 0 else []
+        turns = [
+            ("user", [*media, {"type": "text", "text": "why " * (1 + number * 5 % 11)}]),
+            ("assistant", [{"type": "text", "text": f"so {number} " * (1 + number % 6)}]),
+        ]
+        rows.append({"conversation": [{"role": role, "content": content} for role, content in turns]})
+    return rows
+
+
+def load(
+    name: str, model: Any, words: Any, rank: int = 0, size: int = 1, **settings: Any
+) -> packhorse.Loader:
+    return packhorse.load(rows_of(name), words, model=model, world=World(rank, size), **settings)
+
+
+def packed_batches(name: str, model: Any, words: Any, rank: int) -> list[Any]:
+    loader = load(
+        name,
+        model,
+        words,
+        rank,
+        RANKS,
+        pack_size=320,
+        gradient_accumulation_steps=ACCUMULATION,
+        num_workers=0,
+    )
+    return [batch for _, batch in zip(range(ACCUMULATION), loader, strict=False)]
+
+
+def rank_main(rank: int, folder: str) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=120),
+    )
+    for name in NAMES:
+        model, words = parts_of(name)
+        packhorse.prepare(model, "sdpa", device="cpu")
+        batches = packed_batches(name, model, words, rank)
+        wrapped = DistributedDataParallel(model)
+        tokens, loss = count_supervised(batches), torch.zeros(())
+        for number, batch in enumerate(batches, 1):
+            wrapped.require_backward_grad_sync = number == ACCUMULATION
+            part = batch_loss(wrapped, wrapped(**model_inputs(batch, wrapped)), batch, tokens, RANKS)
+            part.backward()
+            loss += part.detach() / RANKS
+        dist.all_reduce(loss)
+        samples = [sample for batch in batches for sample in batch.info.samples]
+        torch.save(Step(float(loss), gradients_of(model), samples), f"{folder}/{name}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stateful")
+    mp.spawn(rank_main, args=(str(path),), nprocs=RANKS)
+    return path
+
+
+def one_by_one(name: str, samples: Sequence[int], attention: str) -> Step:
+    """Train on these samples alone, in a model that was not prepared."""
+    model, words = parts_of(name)
+    use_attention(model, attention)
+    batches = {
+        batch.info.samples[0]: batch
+        for batch in load(name, model, words, mode="pad", batch_size=1, num_workers=0)
+    }
+    tokens = sum(count_supervised([batches[sample]]) for sample in samples)
+    loss = 0.0
+    for sample in samples:
+        batch = batches[sample]
+        part = batch_loss(model, model(**model_inputs(batch)), batch, tokens)
+        part.backward()
+        loss += float(part.detach())
+    return Step(loss, gradients_of(model), list(samples))
+
+
+def leaking(name: str) -> Step:
+    """Train on the packs of all ranks without their boundaries."""
+    model, words = parts_of(name)
+    prepared = copy.deepcopy(model)
+    packhorse.prepare(prepared, "sdpa", device="cpu")
+    batches = [batch for rank in range(RANKS) for batch in packed_batches(name, prepared, words, rank)]
+    tokens, loss = count_supervised(batches), 0.0
+    for batch in batches:
+        inputs = model_inputs(batch)
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"]).tril()
+        part = batch_loss(model, model(**inputs), batch, tokens)
+        part.backward()
+        loss += float(part.detach())
+    return Step(loss, gradients_of(model), [])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packed_step_on_two_ranks_is_its_samples_one_by_one(name: str, folder: Path, parity: Any) -> None:
+    ranks = [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    samples = [sample for rank in ranks for sample in rank.samples]
+    assert len(samples) > 2 * RANKS * ACCUMULATION, "packs have several documents"
+    assert len(set(samples)) == len(samples)
+    expected = one_by_one(name, samples, "sdpa")
+    others = [one_by_one(name, samples[::-1], attention) for attention in ("sdpa", "eager")]
+    control = leaking(name)
+    floor = noise_floor(expected.loss, *(other.loss for other in others))
+    gradient_floor = noise_floor(
+        expected.gradients, *(other.gradients for other in others), measure=relative_difference
+    )
+    away = relative_difference(control.gradients, expected.gradients)
+    for rank in ranks:
+        parity.check("loss", abs(rank.loss - expected.loss), floor, abs(control.loss - expected.loss))
+        parity.check(
+            "gradients", relative_difference(rank.gradients, expected.gradients), gradient_floor, away
+        )
