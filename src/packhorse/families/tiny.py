@@ -21,12 +21,12 @@ _SIZES: tuple[tuple[int, str], ...] = (
     ),
     (
         16,
-        """qk_head_dim | (swa_|global_|attention_|linear_key_|linear_value_)?head_dim | kv_channels
+        """qk_head_dim | (swa_|global_|attention_|linear_(key_|value_)?)?head_dim | kv_channels
         | head_size | mamba_(d_)?head(_dim|dim)?""",
     ),
     (128, "mamba_d_ssm | ssm_intermediate_size"),
     (8, "mamba_n_heads | mamba_num_heads | n_mamba_heads"),  # as heads of 16 with expand=2
-    (4, "linear_num_(key|value)_heads"),
+    (4, "linear_num_((key|value)_)?heads"),
     (2, "mamba_n_groups | n_groups | mamba_ngroups"),
     (
         2,
