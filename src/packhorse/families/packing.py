@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from packhorse.errors import ConfigError
+from packhorse.errors import ConfigError, require
 from packhorse.families.models import (
     ModelConfig,
     class_of,
@@ -143,10 +143,17 @@ def _measure_packing(model_class: Any, config: ModelConfig, untested: Sequence[s
         if result.wrong and not _takes_positions(model_class):
             why += f"; {name} takes no position_ids"
         return Packing((f"{name}: {why}{'' if result.wrong else _HINT}",), (), False, result.wrong)
-    if untested and media_parts(config):
+    if untested and _takes_media(model_class, config):
         why = f"{name}: its text is right in packed rows, as measured, but no test shows that its media are"
         return Packing((why + _HINT,), result.layers, False, False)
     return Packing((), result.layers, False, no_boundaries=_NO_BOUNDARIES if result.varlen else "")
+
+
+def _takes_media(model_class: type, config: ModelConfig) -> bool:
+    """Whether a model takes media; Fuyu does without a part for them."""
+    classes = require("transformers.models.auto.modeling_auto", "train")
+    names = classes.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    return bool(media_parts(config)) or model_class.__name__ in names
 
 
 _NO_BOUNDARIES = "this model does not pass them on, or ignores them"

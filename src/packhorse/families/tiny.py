@@ -89,6 +89,8 @@ _COUNTS = re.compile(
     r"(num|n)_(hidden_)?layers?|n_layer|depth|num_blocks|(en|de)coder_layers|num_(en|de)coder_layers"
 )
 _SPECIAL_IDS = re.compile(r"(bos|eos|pad|sep|decoder_start|unk|cls|mask)_token_id")
+# Rows to measure have one mask for all layers, which is right if documents are shorter than a window.
+_WINDOWS, _LEAST_WINDOW = {"sliding_window", "attention_chunk_size"}, 128
 _NOT_NONE = {"head_dim": 16, "num_key_value_heads": 2}
 # With output_router_logits a model that is not prepared computes no packed batch.
 _NOT_SETTINGS = frozenset(
@@ -129,6 +131,9 @@ def tiny_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         made["num_key_value_heads"] = made["num_attention_heads"]  # latent attention has no groups
     if "vocab_size" in made and made.get("window_size"):
         made["window_size"] = 8  # of a decoder: that of a vision tower follows from its patches
+    for key in _WINDOWS & made.keys():
+        if isinstance(made[key], int):
+            made[key] = max(made[key], _LEAST_WINDOW)
     if made.get("attn_layer_indices"):
         made["attn_layer_indices"] = [1]
     if made.get("mamba_d_ssm"):
