@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,37 @@ TIMES_ROUNDING = 2.0
 CONTROL_TIMES_ROUNDING = 3.0
 FIRST_TOKENS = 64  # of each document: what others leak into it shows there most
 PACKED = ("sdpa", "flex_attention", "varlen")
+ROUNDING = "two right kernels on the sample alone (rounding)"
+LEAK = "the same with a mask that leaks (control: must be seen)"
+COLUMNS = f"{'':<26}{'batches':>9}{'filled':>9}{'seconds':>10}{'tokens/s':>12}{'ratio':>8}"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of one method; ``base`` is that of random padding, as this file measures it."""
+
+    way: str
+    tokens: int
+    slots: int
+    batches: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens of samples per second."""
+        return self.tokens / self.seconds
+
+    def row(self, base: float) -> str:
+        """Return a row of the table of ``COLUMNS``."""
+        counts = f"{self.batches:>9}{self.tokens / self.slots:>9.1%}{self.seconds:>10.2f}"
+        return f"{self.way:<26}{counts}{self.rate:>12,.0f}{self.rate / base:>8.2f}"
+
+    def describe(self, base: float) -> str:
+        """Return the figures as text."""
+        return (
+            f"{self.rate:,.0f} real tokens/s, {self.rate / base:.2f}x, {self.batches} batches, "
+            f"{self.tokens / self.slots:.1%} filled"
+        )
 
 
 @record_outcome()
@@ -150,18 +182,23 @@ def step(model: Any, batch: Batch) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def seconds_of(model: Any, batches: list[Batch], device: str) -> float:
-    """Return the time of one pass over all batches, after a warm-up."""
+def measure_way(
+    way: str, model: Any, made: list[Batch], tokens: int, device: str, *, warm_up: int = 3
+) -> Speed:
+    """Return the speed of one pass over all batches, after the largest and the first ones as a warm-up."""
+    batches = [to_device(batch, device) for batch in made]
     wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     largest = max(batches, key=lambda batch: batch["input_ids"].numel())
-    for batch in [largest, *batches[:3]]:
+    for batch in [largest, *batches[:warm_up]]:
         step(model, batch)
     wait()
     start = time.perf_counter()
     for batch in batches:
         step(model, batch)
     wait()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    slots = sum(batch["input_ids"].numel() for batch in batches)
+    return Speed(way, tokens, slots, len(batches), seconds)
 
 
 def measure(model: Any, samples: list[Batch], options: argparse.Namespace, device: str) -> dict[str, float]:
@@ -177,35 +214,31 @@ def measure(model: Any, samples: list[Batch], options: argparse.Namespace, devic
             attention,
             lambda attention=attention: packed_batches(samples, bins, options.pack, attention),
         )
+    describe_inputs(model, samples, options)
+    print()
+    print(COLUMNS, flush=True)
+    speeds: dict[str, Speed] = {}
+    base = 0.0
+    for way, (attention, make) in ways.items():
+        use_attention(model, attention)
+        speeds[way] = measure_way(way, model, make(), real, device)
+        base = speeds["padded at random"].rate
+        print(speeds[way].row(base), flush=True)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    print()
+    for way, speed in speeds.items():
+        fact(way, speed.describe(base))
+    return {way: speed.rate for way, speed in speeds.items()}
+
+
+def describe_inputs(model: Any, samples: list[Batch], options: argparse.Namespace) -> None:
+    """Report the size of the model, of the samples and of packs."""
+    real = sum(len(sample["input_ids"]) for sample in samples)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     fact("parameters", f"{parameters / 1e9:.2f} B, {model.dtype}")
     fact("samples", f"{len(samples)} of {real:,} tokens in all, mean {real / len(samples):.0f}")
     fact("tokens of a pack", options.pack)
-    print()
-    print(f"{'':<26}{'batches':>9}{'filled':>9}{'seconds':>10}{'tokens/s':>12}{'ratio':>8}", flush=True)
-    speeds: dict[str, float] = {}
-    rows: dict[str, str] = {}
-    for way, (attention, make) in ways.items():
-        use_attention(model, attention)
-        batches = [to_device(batch, device) for batch in make()]
-        seconds = seconds_of(model, batches, device)
-        speeds[way] = real / seconds
-        filled = real / sum(batch["input_ids"].numel() for batch in batches)
-        ratio = speeds[way] / speeds["padded at random"]
-        print(
-            f"{way:<26}{len(batches):>9}{filled:>9.1%}{seconds:>10.2f}{speeds[way]:>12,.0f}{ratio:>8.2f}",
-            flush=True,
-        )
-        rows[way] = (
-            f"{speeds[way]:,.0f} real tokens/s, {ratio:.2f}x, {len(batches)} batches, {filled:.1%} filled"
-        )
-        del batches
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    print()
-    for way, summary in rows.items():
-        fact(way, summary)
-    return speeds
 
 
 # --- parity -------------------------------------------------------------------------------------------------
@@ -238,14 +271,15 @@ def parity(model: Any, samples: list[Batch], options: argparse.Namespace, device
                 for batch in batches:
                     width = batch["input_ids"].shape[1]
                     batch["attention_mask"] = torch.ones(1, 1, width, width, dtype=torch.bool).tril()
-            found[name] = _difference(model, batches, bins, alone, device)
+            found[name] = packed_difference(model, batches, bins, alone, device)
     model.train()
     return found
 
 
-def _difference(
+def packed_difference(
     model: Any, batches: list[Batch], bins: list[list[int]], alone: dict[int, torch.Tensor], device: str
 ) -> float:
+    """Return the mean difference of the loss of a document's first tokens packed and alone."""
     off, tokens = 0.0, 0
     for batch, one in zip(batches, bins, strict=True):
         moved = to_device(batch, device)
@@ -265,15 +299,22 @@ def promise_speed(speeds: dict[str, float]) -> None:
         promise("real tokens a second, packed with varlen", ratio, target, baseline=way)
 
 
-def promise_parity(apart: dict[str, float]) -> None:
-    """Promise that packed tokens have the losses they have alone."""
+def promise_parity(
+    apart: dict[str, float],
+    backends: Sequence[str] = PACKED,
+    *,
+    usual: str = ROUNDING,
+    leak: str = LEAK,
+    where: str = "",
+) -> None:
+    """Promise that packed tokens have the losses they have alone; ``where`` ends each claim."""
     rounding = max(apart["rounding"], 1e-12)
-    usual = "two right kernels on the sample alone (rounding)"
-    for backend in PACKED:
-        claim, off = f"a token's loss, packed with {backend} against alone", apart[backend] / rounding
+    for backend in backends:
+        off = apart[backend] / rounding
+        claim = f"a token's loss, packed with {backend} against alone{where}"
         promise(claim, off, TIMES_ROUNDING, baseline=usual, at_least=False, kind="exact")
-    leak = "the same with a mask that leaks (control: must be seen)"
-    promise(leak, apart["control"] / rounding, CONTROL_TIMES_ROUNDING, baseline=usual, kind="exact")
+    seen = apart["control"] / rounding
+    promise(f"{leak}{where}", seen, CONTROL_TIMES_ROUNDING, baseline=usual, kind="exact")
     fact("mean difference of a token's loss by rounding", apart["rounding"])
 
 

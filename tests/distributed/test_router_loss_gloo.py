@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.gloo import process_group
 from noise_floor import noise_floor, relative_difference
 from packhorse import Batch, batch_loss, count_supervised, model_inputs, prepare
 from packhorse.collate.packed import collate_packs, loss_inputs
@@ -57,13 +56,11 @@ def gradients(model: Any) -> torch.Tensor:
 
 
 def rank_main(rank: int, folder: str) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=60),
-    )
+    with process_group(rank, RANKS, folder):
+        train(rank, folder)
+
+
+def train(rank: int, folder: str) -> None:
     model = tiny_model()
     wrapped = DistributedDataParallel(model)
     batches = [batch_of(rank, step, model) for step in range(2)]
@@ -73,7 +70,6 @@ def rank_main(rank: int, folder: str) -> None:
         output = wrapped(**model_inputs(batch, wrapped))
         batch_loss(wrapped, output, batch, tokens, replicas=RANKS).backward()
     torch.save(gradients(model), f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
 
 
 def one_process(order: int = 1, weighted: bool = True) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from contract.processors import processor
 from contract.test_packable_types import decoder, with_random_weights
 from contract.tiny_models import MODELS, tiny_model
 from contract.tiny_tokenizers import tokenizer
+from distributed.gloo import process_group
 from noise_floor import noise_floor, relative_difference
 from packhorse import World, batch_loss, count_supervised, model_inputs
 from packhorse.integrations.attention import use_attention
@@ -89,28 +89,26 @@ def packed_batches(name: str, model: Any, words: Any, rank: int) -> list[Any]:
 
 
 def rank_main(rank: int, folder: str) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=120),
-    )
-    for name in NAMES:
-        model, words = parts_of(name)
-        packhorse.prepare(model, "sdpa", device="cpu")
-        batches = packed_batches(name, model, words, rank)
-        wrapped = DistributedDataParallel(model)
-        tokens, loss = count_supervised(batches), torch.zeros(())
-        for number, batch in enumerate(batches, 1):
-            wrapped.require_backward_grad_sync = number == ACCUMULATION
-            part = batch_loss(wrapped, wrapped(**model_inputs(batch, wrapped)), batch, tokens, RANKS)
-            part.backward()
-            loss += part.detach() / RANKS
-        dist.all_reduce(loss)
-        samples = [sample for batch in batches for sample in batch.info.samples]
-        torch.save(Step(float(loss), gradients_of(model), samples), f"{folder}/{name}-{rank}.pt")
-    dist.destroy_process_group()
+    with process_group(rank, RANKS, folder):
+        for name in NAMES:
+            torch.save(packed_step(name, rank), f"{folder}/{name}-{rank}.pt")
+
+
+def packed_step(name: str, rank: int) -> Step:
+    """Train an optimizer step on the packs of this rank."""
+    model, words = parts_of(name)
+    packhorse.prepare(model, "sdpa", device="cpu")
+    batches = packed_batches(name, model, words, rank)
+    wrapped = DistributedDataParallel(model)
+    tokens, loss = count_supervised(batches), torch.zeros(())
+    for number, batch in enumerate(batches, 1):
+        wrapped.require_backward_grad_sync = number == ACCUMULATION
+        part = batch_loss(wrapped, wrapped(**model_inputs(batch, wrapped)), batch, tokens, RANKS)
+        part.backward()
+        loss += part.detach() / RANKS
+    dist.all_reduce(loss)
+    samples = [sample for batch in batches for sample in batch.info.samples]
+    return Step(float(loss), gradients_of(model), samples)
 
 
 def gradients_of(model: Any) -> dict[str, torch.Tensor]:

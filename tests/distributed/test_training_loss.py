@@ -1,7 +1,6 @@
 """Two gloo processes with DDP and three accumulated micro-steps: the gradients of one big batch."""
 
 import json
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.gloo import process_group
 from noise_floor import noise_floor, relative_difference
 from packhorse.integrations.loss import count_supervised, token_loss
 from packhorse.integrations.preference import reference_log_probs
@@ -44,18 +44,12 @@ def gradients(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def start_group(rank: int, folder: str) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=60),
-    )
-
-
 def rank_main(rank: int, folder: str) -> None:
-    start_group(rank, folder)
+    with process_group(rank, RANKS, folder):
+        train(rank, folder)
+
+
+def train(rank: int, folder: str) -> None:
     batches = [batch_of(rank, step) for step in range(STEPS)]
     plain = [Batch(batch) for batch in batches]  # without info
     tokens, weight = count_supervised(plain), count_supervised(batches)
@@ -77,7 +71,6 @@ def rank_main(rank: int, folder: str) -> None:
             loss.backward()
         found[name] = gradients(model)
     torch.save(found, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +138,12 @@ def test_gradients_of_weighted_tokens_are_those_of_the_weighted_mean(
 
 
 def reference_main(rank: int, folder: str) -> None:
+    with process_group(rank, RANKS, folder):
+        ask_reference(rank, folder)
+
+
+def ask_reference(rank: int, folder: str) -> None:
     """Ask a reference for rows of which each rank has cached others, as for one that is sharded."""
-    start_group(rank, folder)
     model, ran = small_model(), []
 
     def reference(input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
@@ -166,7 +163,6 @@ def reference_main(rank: int, folder: str) -> None:
         reference_log_probs(reference, batch, cache)
         of_steps.append(len(ran) - before)
     Path(folder, f"ran{rank}.json").write_text(json.dumps([of_steps, sorted(cache)]))
-    dist.destroy_process_group()
 
 
 def test_a_reference_runs_on_all_ranks_or_on_none(tmp_path: Path) -> None:
