@@ -219,6 +219,20 @@ def test_a_window_shorter_than_the_documents_of_the_measurement_is_no_problem() 
     assert packing_problems(config) == ()
 
 
+def test_parts_of_positions_fit_the_narrow_heads_of_a_tiny_copy() -> None:
+    config = CONFIG_MAPPING["qwen2_5_omni_thinker"]()
+    (why,) = packing_problems(config)
+    assert "cannot be run" in why, "its default config has no parts"
+    assert known_problems(config) == (), "what cannot be run is not known to be wrong"
+    config.get_text_config().rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "mrope_section": [16, 24, 24],
+    }
+    (why,) = packing_problems(config)
+    assert "its text is right in packed rows, as measured" in why
+
+
 def test_a_declared_model_with_a_decoder_of_another_type_is_rejected() -> None:
     config = CONFIG_MAPPING["llava_onevision"](text_config=small("bloom"))
     (why,) = packing_problems(config)

@@ -140,7 +140,20 @@ def tiny_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         made["mamba_d_ssm"] = made["mamba_n_heads"] * made["mamba_d_head"]
     if "qk_rope_head_dim" in made and isinstance(made.get("head_dim"), int):
         made["head_dim"] = made["qk_rope_head_dim"]  # the part of a head that has positions
+    _fit_sections(made)
     return made | _BY_TYPE.get(str(made.get("model_type")), {})
+
+
+def _fit_sections(made: dict[str, Any]) -> None:
+    """Fit the parts of rotary positions in several dimensions (mRoPE) to the width of a head."""
+    rope = made.get("rope_parameters")
+    parts = rope.get("mrope_section") if isinstance(rope, Mapping) else None
+    width = made.get("head_dim") or made.get("hidden_size", 0) // made.get("num_attention_heads", 1)
+    if not parts:
+        return
+    half = int(width * rope.get("partial_rotary_factor", 1)) // 2
+    fitted = [part * half // sum(parts) for part in parts]
+    made["rope_parameters"] = {**rope, "mrope_section": [fitted[0] + half - sum(fitted), *fitted[1:]]}
 
 
 def _first_of_each(kinds: Sequence[Any]) -> list[int]:
