@@ -120,6 +120,10 @@ def classes() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def _mrope(*section: int) -> dict[str, Any]:
+    return {**_ROPE, "mrope_section": list(section)}
+
+
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 # What the default config of a type lacks, or has of a kind of layer that checkpoints do not have.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -130,6 +134,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    **{
+        name: {"text_config": {"rope_parameters": _mrope(2, 3, 3)}}
+        for name in ("glm46v", "glm4v", "glm_ocr", "paddleocr_vl", "qwen2_5_omni_thinker")
+    },
+    "glm4v_moe": {"text_config": {"rope_parameters": _mrope(2, 1, 1)}},
     "reformer": {"is_decoder": True},
     "xlnet": {"d_head": 16},
 }
@@ -140,7 +149,10 @@ def tiny_config(model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
-    return kind.from_dict(_with_ids(tiny_settings(kind().to_dict()) | SETTINGS.get(model_type, {})))
+    settings = tiny_settings(kind().to_dict())
+    for name, value in SETTINGS.get(model_type, {}).items():
+        settings[name] = settings[name] | value if name == "text_config" else value
+    return kind.from_dict(_with_ids(settings))
 
 
 def _with_ids(settings: Mapping[str, Any]) -> dict[str, Any]:
