@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from packhorse.errors import ConfigError, require
+from packhorse.errors import ConfigError
 from packhorse.families.models import (
     ModelConfig,
     class_of,
@@ -81,6 +81,7 @@ _MEASURABLE_LAYERS = _PROVEN_LAYERS | {
     "mamba",
     "recurrent",
 }
+_MEDIA_INPUTS = ("pixel_values", "image", "video", "audio", "input_features")  # of forward passes
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")  # where configs list kinds of layers
 
 
@@ -151,9 +152,8 @@ def _measure_packing(model_class: Any, config: ModelConfig, untested: Sequence[s
 
 def _takes_media(model_class: type, config: ModelConfig) -> bool:
     """Whether a model takes media; Fuyu does without a part for them."""
-    classes = require("transformers.models.auto.modeling_auto", "train")
-    names = classes.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
-    return bool(media_parts(config)) or model_class.__name__ in names
+    parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    return bool(media_parts(config)) or any(name.startswith(_MEDIA_INPUTS) for name in parameters)
 
 
 _NO_BOUNDARIES = "this model does not pass them on, or ignores them"

@@ -139,7 +139,9 @@ def tiny_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     if made.get("mamba_d_ssm"):
         made["mamba_d_ssm"] = made["mamba_n_heads"] * made["mamba_d_head"]
     if "qk_rope_head_dim" in made and isinstance(made.get("head_dim"), int):
-        made["head_dim"] = made["qk_rope_head_dim"]  # the part of a head that has positions
+        rope = made.get("rope_parameters")
+        share = rope.get("partial_rotary_factor", 1) if isinstance(rope, Mapping) else 1
+        made["head_dim"] = int(made["qk_rope_head_dim"] / share)  # a part of a head has positions
     _fit_sections(made)
     return made | _BY_TYPE.get(str(made.get("model_type")), {})
 
