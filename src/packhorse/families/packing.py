@@ -81,7 +81,7 @@ _MEASURABLE_LAYERS = _PROVEN_LAYERS | {
     "mamba",
     "recurrent",
 }
-_MEDIA_INPUTS = ("pixel_values", "image", "video", "audio", "input_features")  # of forward passes
+_MEDIA_INPUTS = ("pixel_values", "image", "video", "audio", "input_features", "protein")  # of forward passes
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")  # where configs list kinds of layers
 
 

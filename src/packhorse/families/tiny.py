@@ -149,10 +149,9 @@ def tiny_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _fit_sections(made: dict[str, Any]) -> None:
     """Fit the parts of rotary positions in several dimensions (mRoPE) to the width of a head."""
     rope = made.get("rope_parameters")
-    parts = rope.get("mrope_section") if isinstance(rope, Mapping) else None
-    width = made.get("head_dim") or made.get("hidden_size", 0) // made.get("num_attention_heads", 1)
-    if not parts:
+    if not isinstance(rope, Mapping) or not (parts := rope.get("mrope_section")):
         return
+    width = made.get("head_dim") or made["hidden_size"] // made["num_attention_heads"]
     half = int(width * rope.get("partial_rotary_factor", 1)) // 2
     fitted = [part * half // sum(parts) for part in parts]
     made["rope_parameters"] = {**rope, "mrope_section": [fitted[0] + half - sum(fitted), *fitted[1:]]}
