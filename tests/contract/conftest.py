@@ -32,18 +32,9 @@ def made(files: dict[str, Path]) -> Callable[[str, str], Any]:
 @pytest.fixture
 def uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flex attention and its masks as plain PyTorch: compiling them takes a minute."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    from transformers import masking_utils
-    from transformers.integrations import flex_attention as used
+    from contract.sweep import without_compiling_flex
 
-    def plain(query: Any, key: Any, value: Any, training: bool = False, **options: Any) -> Any:
-        return flex_attention(query, key, value, **options)
-
-    def plain_mask(_compile: bool = False, **options: Any) -> Any:
-        return create_block_mask(**options)
-
-    monkeypatch.setattr(used, "compile_friendly_flex_attention", plain)
-    monkeypatch.setattr(masking_utils, "create_block_mask", plain_mask)
+    without_compiling_flex(monkeypatch)
 
 
 @pytest.fixture

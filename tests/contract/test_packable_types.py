@@ -14,6 +14,7 @@ import torch
 
 import packhorse
 from contract.processors import processor
+from contract.sweep import SETTINGS
 from contract.text_models import TEXT_MODELS, text_model
 from contract.tiny_models import MODELS, tiny_model
 from contract.tiny_tokenizers import tokenizer
@@ -55,19 +56,10 @@ _DECODERS = [
 _FIRST, _SECOND = 9, 13
 
 
-# What the default config of a type lacks, or has of a kind of layer that checkpoints do not have.
-_SETTINGS: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1]},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-}
-
-
 def small(model_type: str, **settings: Any) -> Any:
     """A config of a model type with small sizes, and one layer of each kind."""
     kind = CONFIG_MAPPING[model_type]
-    return kind.from_dict(tiny_settings(kind().to_dict()) | _SETTINGS.get(model_type, {}) | settings)
+    return kind.from_dict(tiny_settings(kind().to_dict()) | SETTINGS.get(model_type, {}) | settings)
 
 
 def decoder(model_type: str, **settings: Any) -> Any:
@@ -161,7 +153,7 @@ def test_no_declared_type_is_without_a_test() -> None:
 
 
 def test_the_documentation_lists_every_declared_type() -> None:
-    page = Path(__file__).parents[2] / "docs" / "reference" / "batch.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "packable_models.md"
     assert {f"`{name}`" for name in PACKABLE} <= set(re.findall("`[a-z0-9_]+`", page.read_text()))
 
 
@@ -215,9 +207,30 @@ def test_a_kind_of_layer_that_no_measurement_shows_is_rejected_but_not_known_to_
     assert known_problems(config) == (), "so packhorse parity measures it"
 
 
-@pytest.mark.parametrize("name", ["idefics", "molmo2", "blt", "kosmos-2", "git", "diffusion_gemma", "llava"])
+@pytest.mark.parametrize(
+    "name", ["idefics", "molmo2", "blt", "kosmos-2", "git", "diffusion_gemma", "llava", "fuyu"]
+)
 def test_untested_types_with_media_are_rejected_by_their_config(name: str) -> None:
     assert packing_problems(CONFIG_MAPPING[name]())
+
+
+def test_a_window_shorter_than_the_documents_of_the_measurement_is_no_problem() -> None:
+    config = small("cwm", sliding_window=8)
+    assert packing_problems(config) == ()
+
+
+def test_parts_of_positions_fit_the_narrow_heads_of_a_tiny_copy() -> None:
+    config = CONFIG_MAPPING["qwen2_5_omni_thinker"]()
+    (why,) = packing_problems(config)
+    assert "cannot be run" in why, "its default config has no parts"
+    assert known_problems(config) == (), "what cannot be run is not known to be wrong"
+    config.get_text_config().rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "mrope_section": [16, 24, 24],
+    }
+    (why,) = packing_problems(config)
+    assert "its text is right in packed rows, as measured" in why
 
 
 def test_a_declared_model_with_a_decoder_of_another_type_is_rejected() -> None:

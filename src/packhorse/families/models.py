@@ -84,6 +84,11 @@ def _contents(value: object) -> set[str]:
     return {*vars(value), *vars(value).get("_modules", ())} if hasattr(value, "__dict__") else set()
 
 
+def class_of(model: torch.nn.Module) -> type:
+    """Return the class of a model; FSDP2 gives it a subclass of its own."""
+    return next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+
+
 def models_in(module: torch.nn.Module) -> Iterator[Any]:
     """The outermost models of transformers in a module, which may be one itself."""
     if _is_model(module) or hasattr(module, "peft_config"):

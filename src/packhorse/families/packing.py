@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from packhorse.errors import ConfigError
 from packhorse.families.models import (
     ModelConfig,
+    class_of,
     media_parts,
     model_classes,
     resolve_model,
@@ -80,6 +81,7 @@ _MEASURABLE_LAYERS = _PROVEN_LAYERS | {
     "mamba",
     "recurrent",
 }
+_MEDIA_INPUTS = ("pixel_values", "image", "video", "audio", "input_features", "protein")  # of forward passes
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")  # where configs list kinds of layers
 
 
@@ -119,7 +121,7 @@ def inspect_packing(model: object) -> Packing:
         return Packing(problems)
     text = text_config(config)
     untested = [name for name in dict.fromkeys((config.model_type, text.model_type)) if name not in PACKABLE]
-    model_class = _class_of(inner) if inner is not None else model_classes(config)[0]
+    model_class = class_of(inner) if inner is not None else model_classes(config)[0]
     layers = STATEFUL_LAYERS.get(text.model_type, ())
     ours = model_class.__module__.startswith("transformers.")
     if ours and not untested and (layers or not _may_carry_state(inner, config, text)):
@@ -132,11 +134,6 @@ def inspect_packing(model: object) -> Packing:
     return _measure_packing(model_class, config, untested)
 
 
-def _class_of(model: torch.nn.Module) -> type:
-    """Return the class of a model; FSDP2 gives it a subclass of its own."""
-    return next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
-
-
 def _measure_packing(model_class: Any, config: ModelConfig, untested: Sequence[str]) -> Packing:
     from packhorse.families.probe import probe
 
@@ -147,10 +144,16 @@ def _measure_packing(model_class: Any, config: ModelConfig, untested: Sequence[s
         if result.wrong and not _takes_positions(model_class):
             why += f"; {name} takes no position_ids"
         return Packing((f"{name}: {why}{'' if result.wrong else _HINT}",), (), False, result.wrong)
-    if untested and media_parts(config):
+    if untested and _takes_media(model_class, config):
         why = f"{name}: its text is right in packed rows, as measured, but no test shows that its media are"
         return Packing((why + _HINT,), result.layers, False, False)
     return Packing((), result.layers, False, no_boundaries=_NO_BOUNDARIES if result.varlen else "")
+
+
+def _takes_media(model_class: type, config: ModelConfig) -> bool:
+    """Whether a model takes media; Fuyu does without a part for them."""
+    parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    return bool(media_parts(config)) or any(name.startswith(_MEDIA_INPUTS) for name in parameters)
 
 
 _NO_BOUNDARIES = "this model does not pass them on, or ignores them"

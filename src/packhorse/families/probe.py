@@ -31,7 +31,7 @@ logger = logging.getLogger("packhorse.families.probe")
 _LENGTHS = ((40, 24), (24, 40), (7, 57))  # of document 1 and document 2; the first finds the layers
 _FIRST, _SECOND = _LENGTHS[0]
 _MOST_WEIGHTS = 50_000_000
-_VERSION = 2  # of the probe: cached results of another one are not used
+_VERSION = 3  # of the probe: cached results of another one are not used
 _FACTOR = 4  # what is allowed, in units of the noise floor
 _CONTROL = 20  # a leaking mask changes at least this many times what is allowed
 _ROUNDS = 3  # state may be carried by a layer and by another that contains it
@@ -144,7 +144,7 @@ def _measure_separated(rows: _Rows, layers: tuple[str, ...], numbers: dict[str, 
         if problem:
             names = ", ".join(layers)
             why = f"{what}: {names} cannot be called document by document ({problem})"
-            return Probe(problem=why, wrong=True, **numbers)
+            return Probe(problem=why, wrong=bool(numbers), **numbers)
         numbers = {"floor": after.floor, "control": after.control} | numbers
         numbers |= {"leak": after.leak, "difference": after.difference}
         more = () if after.ok else rows.leaking_layers(after.allowed)

@@ -21,12 +21,12 @@ _SIZES: tuple[tuple[int, str], ...] = (
     ),
     (
         16,
-        """qk_head_dim | (swa_|global_|attention_|linear_key_|linear_value_)?head_dim | kv_channels
+        """qk_head_dim | (swa_|global_|attention_|linear_(key_|value_)?)?head_dim | kv_channels
         | head_size | mamba_(d_)?head(_dim|dim)?""",
     ),
     (128, "mamba_d_ssm | ssm_intermediate_size"),
     (8, "mamba_n_heads | mamba_num_heads | n_mamba_heads"),  # as heads of 16 with expand=2
-    (4, "linear_num_(key|value)_heads"),
+    (4, "linear_num_((key|value)_)?heads"),
     (2, "mamba_n_groups | n_groups | mamba_ngroups"),
     (
         2,
@@ -89,6 +89,8 @@ _COUNTS = re.compile(
     r"(num|n)_(hidden_)?layers?|n_layer|depth|num_blocks|(en|de)coder_layers|num_(en|de)coder_layers"
 )
 _SPECIAL_IDS = re.compile(r"(bos|eos|pad|sep|decoder_start|unk|cls|mask)_token_id")
+# Rows to measure have one mask for all layers, which is right if documents are shorter than a window.
+_WINDOWS, _LEAST_WINDOW = {"sliding_window", "attention_chunk_size"}, 128
 _NOT_NONE = {"head_dim": 16, "num_key_value_heads": 2}
 # With output_router_logits a model that is not prepared computes no packed batch.
 _NOT_SETTINGS = frozenset(
@@ -129,13 +131,30 @@ def tiny_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         made["num_key_value_heads"] = made["num_attention_heads"]  # latent attention has no groups
     if "vocab_size" in made and made.get("window_size"):
         made["window_size"] = 8  # of a decoder: that of a vision tower follows from its patches
+    for key in _WINDOWS & made.keys():
+        if isinstance(made[key], int):
+            made[key] = max(made[key], _LEAST_WINDOW)
     if made.get("attn_layer_indices"):
         made["attn_layer_indices"] = [1]
     if made.get("mamba_d_ssm"):
         made["mamba_d_ssm"] = made["mamba_n_heads"] * made["mamba_d_head"]
     if "qk_rope_head_dim" in made and isinstance(made.get("head_dim"), int):
-        made["head_dim"] = made["qk_rope_head_dim"]  # the part of a head that has positions
+        rope = made.get("rope_parameters")
+        share = rope.get("partial_rotary_factor", 1) if isinstance(rope, Mapping) else 1
+        made["head_dim"] = int(made["qk_rope_head_dim"] / share)  # a part of a head has positions
+    _fit_sections(made)
     return made | _BY_TYPE.get(str(made.get("model_type")), {})
+
+
+def _fit_sections(made: dict[str, Any]) -> None:
+    """Fit the parts of rotary positions in several dimensions (mRoPE) to the width of a head."""
+    rope = made.get("rope_parameters")
+    if not isinstance(rope, Mapping) or not (parts := rope.get("mrope_section")):
+        return
+    width = made.get("head_dim") or made["hidden_size"] // made["num_attention_heads"]
+    half = int(width * rope.get("partial_rotary_factor", 1)) // 2
+    fitted = [part * half // sum(parts) for part in parts]
+    made["rope_parameters"] = {**rope, "mrope_section": [fitted[0] + half - sum(fitted), *fitted[1:]]}
 
 
 def _first_of_each(kinds: Sequence[Any]) -> list[int]:

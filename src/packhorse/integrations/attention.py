@@ -18,6 +18,7 @@ from packhorse.collate.batch_formats import CONTIGUOUS, FLASH, batch_format_of, 
 from packhorse.collate.batch_formats import declare_batch_format as declare_batch_format
 from packhorse.errors import ConfigError, require, suggest
 from packhorse.families import FAMILIES
+from packhorse.families.models import attention_of, class_of
 from packhorse.families.packing import inspect_packing
 from packhorse.families.varlen import register_varlen, varlen_kernel
 
@@ -132,6 +133,8 @@ class AttentionInfo:
         window: of layers with a sliding window; None without.
         chunk: tokens of a chunk of layers with chunked attention; None without.
         head: width of an attention head; None if unknown.
+        own: the attention that a class with code of its own runs, whatever its config is set to; empty if
+            nothing keeps documents apart in it. None for classes that run registered attentions.
     """
 
     device: str
@@ -149,6 +152,7 @@ class AttentionInfo:
     window: int | None = None
     chunk: int | None = None
     head: int | None = None
+    own: str | None = None
 
 
 def inspect_attention(
@@ -187,7 +191,26 @@ def inspect_attention(
         window=_window(config),
         chunk=_chunk(config),
         head=_head(config),
+        own=_own_attention(model),
     )
+
+
+def _own_attention(model: PreTrainedModel) -> str | None:
+    """Return the attention that a model was built with if it cannot run another one; None if it can.
+
+    Such classes ignore the arguments of other attentions: documents would attend to each other. Empty if the
+    attention takes no mask.
+    """
+    config, pretrained = model.config.get_text_config(), require("transformers", "train").PreTrainedModel
+    models = [module for module in model.modules() if isinstance(module, pretrained)]
+    decoders = [module for module in models if module.config is config] or [model]
+    for kind in dict.fromkeys(map(class_of, decoders)):
+        # transformers has no public name for whether a class runs registered attentions, nor for whether it
+        # has sdpa.
+        if not kind._can_set_attn_implementation():  # type: ignore[attr-defined]
+            built, sdpa = attention_of(model), getattr(kind, "_supports_sdpa", False)
+            return built if built == "eager" or (built == "sdpa" and sdpa) else ""
+    return None
 
 
 def _values(config: PretrainedConfig, name: str) -> list[Any]:
@@ -236,6 +259,9 @@ def _backend_problems(info: AttentionInfo, backend: str, batch_format: str) -> I
         yield f"{_FLASH_PACKAGES[backend]} is not installed"
     if hub and not info.kernels:
         yield "the package kernels is not installed"
+    if info.own is not None and backend != info.own:
+        what = f"that is {info.own}" if info.own else 'build it with attn_implementation="eager"'
+        yield f"the model's class runs the attention that it was built with alone: {what}"
     if flash and (info.device == "cpu" or (backend in FLASH and not gpu)):
         yield f"there is none on {info.device}"
     if backend == "flex_attention" and not gpu:

@@ -187,6 +187,23 @@ def test_attention_sinks_are_found_in_the_weights() -> None:
         assert any("sinks" in why for why in unsupported_features(info, backend))
 
 
+@pytest.mark.parametrize("kind", ["CodeGen", "Falcon"])
+def test_a_class_with_attention_of_its_own_keeps_the_one_that_it_was_built_with(kind: str) -> None:
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes, rotary_dim=8, bos_token_id=1, eos_token_id=2)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    built = {"CodeGen": "eager", "Falcon": "sdpa"}[kind]
+    assert inspect_attention(model).own == built
+    for other in {"eager", "sdpa", "varlen", "flash_attention_2", "flex_attention"} - {built}:
+        with raises_config("attn_implementation", other, match="was built with"):
+            prepare(model, other)
+    assert prepare(model) == built
+    model.config._attn_implementation = "flash_attention_2"
+    assert inspect_attention(model).own == ""
+
+
 def test_a_sliding_window_is_kept_by_varlen_and_rejected_for_one_mask() -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
