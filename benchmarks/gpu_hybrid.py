@@ -13,14 +13,14 @@ each in its own process, since transformers chooses the kernels when it is impor
 
 - ``torch``: PyTorch operations, which transformers falls back to and which take no boundaries. Half of the
   samples.
-- ``fla``: Triton kernels of flash-linear-attention. Each way runs over all batches once before it is
-  measured, since kernels are compiled and tuned for their shapes.
+- ``fla``: Triton kernels of flash-linear-attention, each with one launch configuration: to choose among all
+  of them takes longer than the rest. Padded and packed runs have the same ones.
 
 Prints real tokens a second, and how far losses of packed tokens are from those of the samples alone, with
-two measures for it: how far those are from the same samples in padded batches (rounding), and a control, in
-which the attention separates documents and the layers with state do not. What fails is printed, the rest
-goes on, and the exit code is 1. Under eight minutes on an H200; ``--quick`` tries ``torch`` out on a CPU with
-a small model; nothing is said about speed then.
+two measures for it: how far two right attention kernels on the sample alone are apart (rounding), and a
+control, in which the attention separates documents and the layers with state do not. What fails is printed,
+the rest goes on, and the exit code is 1. Under eight minutes on an H200; ``--quick`` tries ``torch`` out on a
+CPU with a small model; nothing is said about speed then.
 
 Needs torch 2.10 or later, transformers 5.22 and flash-linear-attention (its package fla-core is enough; on an
 H100 or H200 the backward pass of version 0.6 needs Triton 3.7.1 or later); of Packhorse's other dependencies,
@@ -50,23 +50,21 @@ import transformers
 import packhorse
 from gpu_packing import (
     COLUMNS,
-    FIRST_TOKENS,
+    ROUNDING,
     Batch,
     Speed,
     bins_of,
     describe_inputs,
+    losses_alone,
     make_samples,
     measure_way,
     packed_batches,
     packed_difference,
-    pad_samples,
     padded_batches,
     promise_parity,
-    token_losses,
 )
 from gpu_stages import Stages, log
 from packhorse.integrations.attention import use_attention
-from packhorse.types import to_device
 from promises import RECORD, fact, make_parser, parse, promise, record_outcome
 
 PACKED_OVER_PADDED = 2.0
@@ -74,7 +72,6 @@ PACKS = 4  # of which losses are compared
 MODES = {"torch": ("per_document",), "fla": ("boundaries", "per_document")}  # the default of a GPU first
 SHARE_OF_TORCH = 0.4  # of the time, at most
 RANDOM = "padded at random"
-ROUNDING = "the sample alone and in a padded batch (rounding)"
 LEAK = "the same with state that leaks between documents (control: must be seen)"
 SHORTEST_STEP, LONGEST_STEP = 0.001, 0.1  # of the decay of state, per token
 
@@ -180,6 +177,7 @@ def compare(options: argparse.Namespace) -> None:
     if kernels == "torch":
         sys.modules["fla"] = None  # type: ignore[assignment]  # as if it were not installed
     else:
+        launch_one_configuration()
         importlib.import_module("fla.ops.gated_delta_rule")  # transformers would ignore an error here
     stages = Stages(options.budget)
     samples = make_samples(options)
@@ -192,9 +190,7 @@ def compare(options: argparse.Namespace) -> None:
     speeds: dict[str, Speed] = {}
 
     def measure(way: str, batches: list[Batch]) -> None:
-        # fla tunes its kernels for the number of rows and of tokens.
-        warm_up = len(batches) if kernels == "fla" else 3
-        speeds[way] = measure_way(way, model, batches, tokens, device, warm_up=warm_up)
+        speeds[way] = measure_way(way, model, batches, tokens, device)
         print(COLUMNS, speeds[way].row(speeds[RANDOM].rate), sep="\n", flush=True)
         fact(way, speeds[way].describe(speeds[RANDOM].rate))
 
@@ -215,7 +211,7 @@ def compare(options: argparse.Namespace) -> None:
     stages.run(RANDOM, partial(measure_padded, RANDOM, by_length=False))
     if RANDOM not in speeds:
         sys.exit(f"failed: {RANDOM}")
-    check_kernels(kernels, device)  # not before: fla tunes kernels for the first batch
+    check_kernels(kernels, device)
     bins = bins_of(samples, options.pack)
     some = bins[:: math.ceil(len(bins) / PACKS)]  # packs of long samples and of short ones
     # Before the model is prepared: its layers with state let documents leak then.
@@ -274,6 +270,17 @@ def hybrid_decoder(tiny: bool, device: str) -> Any:
     return model.train()
 
 
+def launch_one_configuration() -> None:
+    """Let Triton take one of the launch configurations of each kernel, instead of timing all of them."""
+    triton = importlib.import_module("triton")
+    tune = triton.autotune
+
+    def take_one(configs: list[Any], *arguments: Any, **options: Any) -> Any:
+        return tune([configs[len(configs) // 2]], *arguments, **options)
+
+    triton.autotune = take_one
+
+
 def check_kernels(kernels: str, device: str) -> None:
     """Raise if transformers does not run the recurrence with these kernels, which take boundaries or not."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
@@ -301,27 +308,20 @@ Reference = tuple[dict[int, torch.Tensor], dict[str, float]]
 def references(
     model: Any, samples: list[Batch], bins: list[list[int]], options: argparse.Namespace
 ) -> Reference:
-    """Return the losses of samples alone, and how far padded batches (rounding) and the control are off.
+    """Return the losses of samples alone, and how far another kernel (rounding) and the control are off.
 
     The control are packs in a model that is not prepared, with a mask by which its attention is right.
     """
     device = str(model.device)
     chosen = [index for one in bins for index in one]
     model.eval()
+    alone, other = (losses_alone(model, samples, chosen, attention) for attention in ("sdpa", "eager"))
+    off = torch.cat([other[index] - alone[index] for index in chosen])
     use_attention(model, "sdpa")
-    alone = {
-        index: token_losses(model, to_device(pad_samples([samples[index]]), device))[0, :FIRST_TOKENS]
-        for index in chosen
-    }
-    off = []
-    for first in range(0, len(chosen), options.batch):
-        members = chosen[first : first + options.batch]
-        losses = token_losses(model, to_device(pad_samples([samples[index] for index in members]), device))
-        off += [losses[row, : len(alone[index])] - alone[index] for row, index in enumerate(members)]
     batches = packed_batches(samples, bins, options.pack, "sdpa")
     control = packed_difference(model, batches, bins, alone, device)
     model.train()
-    found = {"rounding": float(torch.cat(off).abs().mean()), "control": control}
+    found = {"rounding": float(off.abs().mean()), "control": control}
     log(f"  by rounding {found['rounding']:.3g}, control {control:.3g}")
     return alone, found
 

@@ -253,14 +253,8 @@ def parity(model: Any, samples: list[Batch], options: argparse.Namespace, device
     model.eval()
     bins = bins_of(samples, options.pack)[:4]
     chosen = [index for one in bins for index in one]
-
-    def alone_with(attention: str) -> dict[int, torch.Tensor]:
-        use_attention(model, attention)
-        batches = ((index, to_device(pad_samples([samples[index]]), device)) for index in chosen)
-        return {index: token_losses(model, batch)[0, :FIRST_TOKENS] for index, batch in batches}
-
     with torch.no_grad():
-        alone, other = alone_with("sdpa"), alone_with("eager")
+        alone, other = (losses_alone(model, samples, chosen, attention) for attention in ("sdpa", "eager"))
         off = torch.cat([other[index] - alone[index] for index in chosen])
         found = {"rounding": float(off.abs().mean())}
         for name in (*PACKED, "control"):
@@ -274,6 +268,15 @@ def parity(model: Any, samples: list[Batch], options: argparse.Namespace, device
             found[name] = packed_difference(model, batches, bins, alone, device)
     model.train()
     return found
+
+
+def losses_alone(
+    model: Any, samples: list[Batch], chosen: Sequence[int], attention: str
+) -> dict[int, torch.Tensor]:
+    """Return the losses of the first tokens of samples that are run one by one."""
+    use_attention(model, attention)
+    batches = ((index, to_device(pad_samples([samples[index]]), str(model.device))) for index in chosen)
+    return {index: token_losses(model, batch)[0, :FIRST_TOKENS] for index, batch in batches}
 
 
 def packed_difference(

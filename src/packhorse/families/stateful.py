@@ -222,7 +222,7 @@ def document_numbers(inputs: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def _without_padding(numbers: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """Return document numbers [B * S] that are 0 for padding: segments of tokens that are all at position 0."""
+    """Return document numbers [B * S] without padding: segments whose tokens are all at position 0."""
     if positions is None or positions.shape[-2:].numel() != len(numbers):
         return numbers
     moved = positions.reshape(-1, len(numbers)).ne(0).any(0)
