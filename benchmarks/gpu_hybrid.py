@@ -11,16 +11,17 @@ layers are checkpointed, padded and packed: 8 samples of 4,096 tokens need more 
 Padded and packed runs of a comparison use the same kernels for the recurrence. There are two comparisons,
 each in its own process, since transformers chooses the kernels when it is imported:
 
-- ``torch``: PyTorch operations, which transformers falls back to and which take no boundaries. Half of the
-  samples.
+- ``torch``: PyTorch operations, which transformers falls back to and which take no boundaries.
 - ``fla``: Triton kernels of flash-linear-attention, each with one launch configuration: to choose among all
-  of them takes longer than the rest. Padded and packed runs have the same ones.
+  of them takes longer than the rest. Padded and packed runs have the same ones. Each way runs over all
+  batches once before it is measured, since kernels are compiled for their shapes.
 
 Prints real tokens a second, and how far losses of packed tokens are from those of the samples alone, with
 two measures for it: how far two right attention kernels on the sample alone are apart (rounding), and a
 control, in which the attention separates documents and the layers with state do not. What fails is printed,
-the rest goes on, and the exit code is 1. Under eight minutes on an H200; ``--quick`` tries ``torch`` out on a
-CPU with a small model; nothing is said about speed then.
+the rest goes on, and the exit code is 1. Each comparison takes under eight minutes on an H200, most of it to
+compile kernels; ``--kernels`` runs one of them, and ``--records`` joins the records of both. ``--quick`` tries
+``torch`` out on a CPU with a small model; nothing is said about speed then.
 
 Needs torch 2.10 or later, transformers 5.22 and flash-linear-attention (its package fla-core is enough; on an
 H100 or H200 the backward pass of version 0.6 needs Triton 3.7.1 or later); of Packhorse's other dependencies,
@@ -79,11 +80,12 @@ SHORTEST_STEP, LONGEST_STEP = 0.001, 0.1  # of the decay of state, per token
 @record_outcome()
 def main() -> None:
     """Run both comparisons, each in its own process, or the one of this process."""
-    parser = make_parser(__doc__, samples=320, pack=8192, longest=4096, mean=700.0, budget=460.0)
+    parser = make_parser(__doc__, samples=160, pack=8192, longest=4096, mean=700.0, budget=460.0)
     parser.add_argument("--batch", type=int, default=8, help="samples of a padded batch")
     parser.add_argument("--kernels", choices=tuple(MODES), help="run only the comparison with these kernels")
-    options = parse(parser, samples=32, pack=384, longest=256, mean=60.0)
-    if not options.quick and not torch.cuda.is_available():
+    parser.add_argument("--records", nargs=len(MODES), help="of the comparisons, in the order above")
+    options = parse(parser, samples=16, pack=384, longest=256, mean=60.0)
+    if not options.quick and not options.records and not torch.cuda.is_available():
         sys.exit("there is no GPU; --quick tries this out on a CPU")
     if options.kernels is None:
         run_all(options)
@@ -97,15 +99,18 @@ def main() -> None:
 def run_all(options: argparse.Namespace) -> None:
     """Run a process for each comparison and record what they promise and report."""
     started = time.perf_counter()
-    if not options.quick:
+    if not options.quick and not options.records:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # the record names the GPU
     packages = ("transformers", "fla-core", "flash-linear-attention", "triton", "causal-conv1d")
     fact("packages", f"packhorse {packhorse.__version__}, " + ", ".join(map(describe_package, packages)))
     failed = []
     # Nothing is compiled for torch, so its time is known: fla has all of the rest.
-    for kernels in ("torch",) if options.quick else MODES:
+    for number, kernels in enumerate(("torch",) if options.quick else MODES):
         left = options.budget - (time.perf_counter() - started)
-        record = run_process(kernels, SHARE_OF_TORCH * left if kernels == "torch" else left)
+        if options.records:
+            record = json.loads(Path(options.records[number]).read_bytes())
+        else:
+            record = run_process(kernels, SHARE_OF_TORCH * left if kernels == "torch" else left)
         for entry in record["facts"]:
             fact(f"{kernels}: {entry['fact']}", entry["value"], entry["unit"])
         for entry in record["promises"]:
@@ -181,8 +186,6 @@ def compare(options: argparse.Namespace) -> None:
         importlib.import_module("fla.ops.gated_delta_rule")  # transformers would ignore an error here
     stages = Stages(options.budget)
     samples = make_samples(options)
-    if kernels == "torch":
-        samples = samples[: len(samples) // 2]
     model = hybrid_decoder(options.quick, device)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     describe_inputs(model, samples, options)
@@ -190,7 +193,10 @@ def compare(options: argparse.Namespace) -> None:
     speeds: dict[str, Speed] = {}
 
     def measure(way: str, batches: list[Batch]) -> None:
-        speeds[way] = measure_way(way, model, batches, tokens, device)
+        begun = time.perf_counter()
+        warm_up = len(batches) if kernels == "fla" else 3
+        speeds[way] = measure_way(way, model, batches, tokens, device, warm_up=warm_up)
+        log(f"  {time.perf_counter() - begun - speeds[way].seconds:.0f} s before the measured pass")
         print(COLUMNS, speeds[way].row(speeds[RANDOM].rate), sep="\n", flush=True)
         fact(way, speeds[way].describe(speeds[RANDOM].rate))
 
