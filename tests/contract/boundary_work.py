@@ -1,12 +1,14 @@
 """Compare packed with unpacked documents in layers that pass boundaries on to kernels; print JSON.
 
-Runs in an interpreter of its own: transformers looks for kernels when it is imported.
+Runs in an interpreter of its own: transformers looks for kernels when it is imported. With ``--unsound`` the
+kernels do not keep documents apart: how layers fall back, and the error for a user who requested boundaries.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 
 from contract.test_packable_types import decoder, with_random_weights
 from noise_floor import largest_difference, noise_floor, relative_difference
+from packhorse.errors import ConfigError
 from packhorse.families.packing import STATEFUL_LAYERS
 from packhorse.families.stateful import BOUNDARIES, PER_DOCUMENT, boundary_arguments, install, layers_of
 
@@ -36,9 +39,13 @@ def run(model: Any, ids: torch.Tensor, lengths: tuple[int, ...]) -> tuple[torch.
     return logits.detach(), gradients
 
 
-def compare(name: str) -> dict[str, Any]:
+def plain_model(name: str) -> Any:
     torch.manual_seed(0)
-    plain = with_random_weights(decoder(name)).train()
+    return with_random_weights(decoder(name)).train()
+
+
+def compare(name: str) -> dict[str, Any]:
+    plain = plain_model(name)
     models = {mode: copy.deepcopy(plain) for mode in (BOUNDARIES, PER_DOCUMENT)}
     used = {mode: install(model, STATEFUL_LAYERS[name], mode) for mode, model in models.items()}
     ids = torch.randint(5, 90, (1, sum(_LENGTHS)))
@@ -61,5 +68,37 @@ def compare(name: str) -> dict[str, Any]:
     }
 
 
+def fall_back(name: str) -> dict[str, Any]:
+    plain = plain_model(name)
+    chosen, required = copy.deepcopy(plain), copy.deepcopy(plain)
+    torch.cuda.is_available = lambda: True  # "auto" means boundaries then
+    install(chosen, STATEFUL_LAYERS[name], "auto")
+    install(required, STATEFUL_LAYERS[name], BOUNDARIES)
+    torch.cuda.is_available = lambda: False
+    ids = torch.randint(5, 90, (1, sum(_LENGTHS)))
+    alone = torch.cat([run(plain, part, (part.shape[1],))[0] for part in ids.split(_LENGTHS, 1)], 1)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign,assignment]
+    logging.getLogger("packhorse").addHandler(handler)
+    whole, _ = run(chosen, ids, (sum(_LENGTHS),))
+    packed, again = (run(chosen, ids, _LENGTHS)[0] for _ in range(2))
+    try:
+        run(required, ids, _LENGTHS)
+        error = ""
+    except ConfigError as raised:
+        error = f"{raised.setting}: {raised}"
+    return {
+        "difference": largest_difference(packed, alone),
+        "again": largest_difference(again, alone),
+        "floor": noise_floor(alone),
+        "control": largest_difference(whole, alone),
+        "warnings": [record.getMessage() for record in records],
+        "error": error,
+    }
+
+
 if __name__ == "__main__":
-    print(json.dumps({name: compare(name) for name in sys.argv[1:]}))
+    arguments = [name for name in sys.argv[1:] if name != "--unsound"]
+    work = compare if arguments == sys.argv[1:] else fall_back
+    print(json.dumps({name: work(name) for name in arguments}))

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from packhorse.families.packing import STATEFUL_LAYERS
+
 _HERE = Path(__file__).parent
 _DELTA = ("qwen3_next", "olmo_hybrid")
 _MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
@@ -23,6 +25,7 @@ _CONVOLUTION = ("lfm2", "lfm2_moe")
 
 
 def compare(names: tuple[str, ...], *kernels: str) -> dict[str, Any]:
+    """What ``boundary_work.py`` prints for these models (or options), with these kernels."""
     folders = [str(_HERE / "kernels" / kernel) for kernel in kernels]
     path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, _HERE / "boundary_work.py", *names]
@@ -76,3 +79,19 @@ def test_kernels_that_take_boundaries_keep_documents_apart(
     assert found["arguments"] == (["cu_seq_lens_q", "seq_idx"] if name in _DELTA else ["seq_idx"])
     assert found["mode"] == {"boundaries": "boundaries", "per_document": "per_document"}
     check(parity, name, found)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "why"),
+    [("ignoring", "they ignore the boundaries of documents"), ("broken", "they raise ValueError")],
+)
+def test_kernels_that_do_not_keep_documents_apart_are_noticed(kernels: str, why: str, parity: Any) -> None:
+    for name, found in compare(("--unsound", *_DELTA), kernels).items():
+        layer = STATEFUL_LAYERS[name][0]
+        for call in ("difference", "again"):
+            parity.check(f"logits of {name}", found[call], found["floor"], found["control"])
+        (warning,) = found["warnings"]
+        assert warning.startswith(f"kernels of {layer} do not keep documents apart: {why}")
+        assert warning.endswith("called document by document instead")
+        assert found["error"].startswith(f"stateful: kernels of {layer} do not keep documents apart: {why}")
+        assert 'prepare(model, stateful="auto")' in found["error"]

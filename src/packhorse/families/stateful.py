@@ -55,6 +55,10 @@ _STEP_COST = {"cpu": 0.5, "cuda": 8.0}
 _CACHES = ("past_key_values", "past_key_value", "cache_params", "layer_past", "cache")
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _DENSE, _PADDING = 4, 2  # axes of a mask [B, 1, S, S], and of one [B, S]
+_PER_TOKEN = 3  # axes of a tensor [B, S, …] that has more than a number for each token
+# To measure whether kernels keep documents apart: how much larger replaced documents are, and by what share
+# of the largest value the other documents may change then. Rounding to bfloat16 is a fifth of that.
+_REPLACED, _LEAK = 8.0, 0.02
 
 
 class _HasBounds(Protocol):
@@ -260,10 +264,14 @@ class DocumentBounds:
         layers: the number of layers that need them.
         served: the layers that used them in this forward pass.
         mode: whether layers run in groups of documents, or in one call with kernels that take boundaries.
+        required: whether the user requested ``mode``, so that kernels that ignore boundaries raise.
+        checked: for each class of layers whether its kernels keep documents apart, once that is measured.
     """
 
     def __init__(self, decoder: torch.nn.Module) -> None:
         self.mode = PER_DOCUMENT
+        self.required = False
+        self.checked: dict[str, bool] = {}
         parameters = inspect.signature(decoder.forward).parameters
         self.names = tuple(parameters)
         self.takes_use_cache = "use_cache" in parameters or any(
@@ -358,20 +366,90 @@ def _by_document(
         for name, value in options.items()
         if name not in _BOUNDARIES
     }
-    calls = documents.in_groups
-    if bounds.mode == BOUNDARIES and (names := boundary_arguments(layer)):
-        calls = documents.in_one_row(_gap(layer, names))
-        options |= {name: calls.boundaries[name] for name in names}
-    outputs = []
     bounds.documents = None  # layers with state inside of this one get whole documents
     try:
-        for group in calls.groups:
-            inputs = [documents.take(value, calls, group) for value in arguments]
-            named = {name: documents.take(value, calls, group) for name, value in options.items()}
-            outputs.append(forward(*inputs, **named))
+        if bounds.mode == BOUNDARIES and (names := boundary_arguments(layer)):
+            calls = documents.in_one_row(_gap(layer, names))
+            run = partial(_run_calls, forward, documents, calls, arguments)
+            passed = options | {name: calls.boundaries[name] for name in names}
+            if _keeps_apart(layer, bounds, calls, partial(run, passed)):
+                return documents.join(run(passed), calls)
+        calls = documents.in_groups
+        return documents.join(_run_calls(forward, documents, calls, arguments, options), calls)
     finally:
         bounds.documents = documents
-    return documents.join(outputs, calls)
+
+
+def _run_calls(
+    forward: Callable[..., Any],
+    documents: Documents,
+    calls: _Calls,
+    arguments: tuple[Any, ...],
+    options: Mapping[str, Any],
+    change: Callable[[Any], Any] = lambda value: value,
+) -> list[Any]:
+    """Return the outputs of all calls; ``change`` replaces their inputs."""
+    outputs = []
+    for group in calls.groups:
+        inputs = [change(documents.take(value, calls, group)) for value in arguments]
+        named = {name: change(documents.take(value, calls, group)) for name, value in options.items()}
+        outputs.append(forward(*inputs, **named))
+    return outputs
+
+
+def _keeps_apart(
+    layer: torch.nn.Module, bounds: DocumentBounds, calls: _Calls, run: Callable[..., list[Any]]
+) -> bool:
+    """Return whether the kernels of a layer keep documents apart, measured once for each class.
+
+    Some releases of transformers and of kernels ignore boundaries without an error. So every second document
+    is replaced by a much larger one: the others must not change.
+
+    Raises:
+        ConfigError: they do not, and the user requested boundaries.
+    """
+    name = type(layer).__name__
+    if name in bounds.checked:
+        return bounds.checked[name]
+    numbers = calls.boundaries["seq_idx"][0]
+    replaced = numbers % 2 == 0
+    if bool(replaced.all()):
+        return True  # one document: nothing can leak, and nothing can be measured
+
+    def change(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(map(change, value))
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        if value.dim() < _PER_TOKEN or value.shape[:2] != (1, len(numbers)):
+            return value
+        other = _REPLACED * value.flip(-1)
+        return torch.where(replaced.view(1, -1, *(1 for _ in value.shape[2:])), other, value)
+
+    why = "they ignore the boundaries of documents"
+    # Random numbers go on as if nothing was measured: checkpointed layers run once more with the same ones.
+    devices = [numbers.device] if numbers.is_cuda else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        try:
+            before, after = (_first_tensor(run(change=one))[0, ~replaced] for one in (lambda v: v, change))
+            apart = float((after - before).abs().max()) <= _LEAK * float(before.abs().max())
+        except (ValueError, TypeError, NotImplementedError) as error:  # they take no boundaries
+            apart, why = False, f"they raise {type(error).__name__}: {error}"
+    bounds.checked[name] = apart
+    if not apart:
+        what = f"kernels of {name} do not keep documents apart: {why}"
+        if bounds.required:
+            remedy = 'Update transformers and the kernels, or call packhorse.prepare(model, stateful="auto")'
+            raise ConfigError(f"{what}. {remedy}", setting="stateful", value=BOUNDARIES)
+        logger.warning("%s. These layers are called document by document instead", what)
+    return apart
+
+
+def _first_tensor(outputs: Any) -> torch.Tensor:
+    """Return the tensor per token among the outputs of a layer."""
+    while not isinstance(outputs, torch.Tensor):
+        outputs = outputs[0]
+    return outputs
 
 
 @cache
@@ -439,6 +517,7 @@ def install(
         setattr(decoder, _BOUNDS, bounds)
         decoder.register_forward_pre_hook(bounds.begin, with_kwargs=True)
         decoder.register_forward_hook(bounds.end, always_call=True)
+    bounds.required = mode == BOUNDARIES
     if mode == "auto":
         mode = BOUNDARIES if torch.cuda.is_available() else PER_DOCUMENT
     bounds.mode = mode
