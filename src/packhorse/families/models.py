@@ -220,6 +220,19 @@ def attention_of(model: object) -> str:
     return str(getattr(text_config(resolve_model(model)[1]), "_attn_implementation", None) or "sdpa")
 
 
+def set_attention(model: object, attn_implementation: str) -> None:
+    """Set the attention backend of the decoder of a model or config, not that of its vision tower."""
+    # set_attn_implementation sets the whole model, and some classes reject a backend that their decoder runs
+    # (Qwen-VL and flex_attention).
+    text_config(resolve_model(model)[1])._attn_implementation = attn_implementation
+
+
+def supports_sdpa(model_class: type) -> bool:
+    """Return whether a class of models runs sdpa."""
+    # transformers has no public name for it.
+    return bool(getattr(model_class, "_supports_sdpa", False))
+
+
 def media_parts(config: ModelConfig) -> tuple[str, ...]:
     """Names of the parts of a model's config that encode images, videos or audio."""
     names = {*vars(config), *getattr(config, "sub_configs", ())}

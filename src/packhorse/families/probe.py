@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from packhorse.errors import require
-from packhorse.families.models import text_config
+from packhorse.families.models import attention_of, set_attention, supports_sdpa, text_config
 from packhorse.families.packing import layer_kinds
 from packhorse.families.stateful import install, layers_of
 from packhorse.families.tiny import tiny_settings
@@ -161,7 +161,7 @@ def _measure_separated(rows: _Rows, layers: tuple[str, ...], numbers: dict[str, 
 def _varlen_problem(rows: _Rows) -> str:
     """Return why packed rows are wrong with attention that takes the boundaries of documents."""
     register_varlen()
-    text_config(rows.model.config)._attn_implementation = VARLEN
+    set_attention(rows.model, VARLEN)
     found, problem = _try(rows.compare)
     if problem:
         return f"a tiny copy of it cannot be run ({problem})"
@@ -218,7 +218,7 @@ def _build(model_class: Any, config: Any, settings: Mapping[str, Any]) -> Any:
         weights = sum(weight.numel() for weight in model_class(tiny).parameters())
     if weights > _MOST_WEIGHTS:
         raise ValueError(f"it has {weights:,} weights, more than {_MOST_WEIGHTS:,}")
-    text._attn_implementation = "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
+    set_attention(tiny, "sdpa" if supports_sdpa(model_class) else "eager")
     model = model_class(tiny).float().eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -253,7 +253,6 @@ class _Rows:
         generator = torch.Generator().manual_seed(1)
         self.documents = torch.randint(4, size, (3, 1, _FIRST + _SECOND), generator=generator)
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self.config = config
 
     def pack_logits(
         self, first: int = 0, lengths: tuple[int, int] = _LENGTHS[0], keep_apart: bool = True
@@ -267,7 +266,7 @@ class _Rows:
 
     def _separate(self, lengths: Sequence[int]) -> dict[str, Any]:
         """Return the inputs that separate the documents of a row for the model's attention."""
-        attention = self.config._attn_implementation
+        attention = attention_of(self.model)
         if attention == VARLEN:
             ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             return {

@@ -18,7 +18,7 @@ from packhorse.collate.batch_formats import CONTIGUOUS, FLASH, batch_format_of, 
 from packhorse.collate.batch_formats import declare_batch_format as declare_batch_format
 from packhorse.errors import ConfigError, require, suggest
 from packhorse.families import FAMILIES
-from packhorse.families.models import attention_of, class_of
+from packhorse.families.models import attention_of, class_of, set_attention, supports_sdpa
 from packhorse.families.packing import inspect_packing
 from packhorse.families.varlen import register_varlen, varlen_kernel
 
@@ -36,9 +36,7 @@ def use_attention(model: PreTrainedModel, attn_implementation: str) -> None:
         ConfigError: the name is not registered with transformers, its package is not installed, or the kernel
             cannot be loaded.
     """
-    # set_attn_implementation sets the whole model, and some classes reject a backend that their decoder runs
-    # (Qwen-VL and flex_attention).
-    model.config.get_text_config()._attn_implementation = check_attention(attn_implementation)
+    set_attention(model, check_attention(attn_implementation))
 
 
 def check_attention(attn_implementation: str) -> str:
@@ -205,11 +203,10 @@ def _own_attention(model: PreTrainedModel) -> str | None:
     models = [module for module in model.modules() if isinstance(module, pretrained)]
     decoders = [module for module in models if module.config is config] or [model]
     for kind in dict.fromkeys(map(class_of, decoders)):
-        # transformers has no public name for whether a class runs registered attentions, nor for whether it
-        # has sdpa.
+        # transformers has no public name for whether a class runs registered attentions.
         if not kind._can_set_attn_implementation():  # type: ignore[attr-defined]
-            built, sdpa = attention_of(model), getattr(kind, "_supports_sdpa", False)
-            return built if built == "eager" or (built == "sdpa" and sdpa) else ""
+            built = attention_of(model)
+            return built if built == "eager" or (built == "sdpa" and supports_sdpa(kind)) else ""
     return None
 
 
