@@ -10,6 +10,7 @@ import copy
 import json
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ from packhorse.families.stateful import BOUNDARIES, PER_DOCUMENT, boundary_argum
 _LENGTHS = (9, 2, 13)
 
 
-def run(model: Any, ids: torch.Tensor, lengths: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
+def run(
+    model: Any, ids: torch.Tensor, lengths: tuple[int, ...], packed: bool = True
+) -> tuple[torch.Tensor, Any]:
     """Return the logits of documents in one row, and the gradients of a sum over them."""
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     seen = (numbers[:, None] == numbers) & torch.ones(len(numbers), len(numbers)).tril().bool()
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    inputs = {"attention_mask": seen[None, None]} if len(lengths) > 1 else {}
+    inputs = {"attention_mask": seen[None, None]} if packed else {}
     logits = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits
     logits.square().sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -46,19 +49,20 @@ def plain_model(name: str) -> Any:
 
 def compare(name: str) -> dict[str, Any]:
     plain = plain_model(name)
-    models = {mode: copy.deepcopy(plain) for mode in (BOUNDARIES, PER_DOCUMENT)}
-    used = {mode: install(model, STATEFUL_LAYERS[name], mode) for mode, model in models.items()}
+    models = {mode: copy.deepcopy(plain) for mode in ("auto", PER_DOCUMENT)}
+    used = {mode: install(model, STATEFUL_LAYERS[name], mode, "cuda") for mode, model in models.items()}
     ids = torch.randint(5, 90, (1, sum(_LENGTHS)))
-    parts = [run(plain, part, (part.shape[1],)) for part in ids.split(_LENGTHS, 1)]
+    parts = [run(plain, part, (part.shape[1],), packed=False) for part in ids.split(_LENGTHS, 1)]
     alone = torch.cat([logits for logits, _ in parts], 1)
     summed = {key: sum(gradients[key] for _, gradients in parts) for key in parts[0][1]}
     (packed, gradients), (grouped, of_groups) = (run(model, ids, _LENGTHS) for model in models.values())
     # Control: the same layers with one boundary too few.
-    leaking, wrong = run(models[BOUNDARIES], ids, (_LENGTHS[0] + _LENGTHS[1], _LENGTHS[2]))
+    leaking, wrong = run(models["auto"], ids, (_LENGTHS[0] + _LENGTHS[1], _LENGTHS[2]))
     layer = next(iter(layers_of(plain, STATEFUL_LAYERS[name]).values()))
     return {
         "mode": {mode: next(iter(found.values()))[1] for mode, found in used.items()},
         "arguments": boundary_arguments(layer),
+        "error": error_of(lambda: install(copy.deepcopy(plain), STATEFUL_LAYERS[name], BOUNDARIES)),
         "difference": largest_difference(packed, alone),
         "floor": noise_floor(alone, grouped),
         "control": largest_difference(leaking, alone),
@@ -68,33 +72,36 @@ def compare(name: str) -> dict[str, Any]:
     }
 
 
+def error_of(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except ConfigError as error:
+        return f"{error.setting}: {error}"
+    return ""
+
+
 def fall_back(name: str) -> dict[str, Any]:
     plain = plain_model(name)
-    chosen, required = copy.deepcopy(plain), copy.deepcopy(plain)
-    torch.cuda.is_available = lambda: True  # "auto" means boundaries then
-    install(chosen, STATEFUL_LAYERS[name], "auto")
-    install(required, STATEFUL_LAYERS[name], BOUNDARIES)
-    torch.cuda.is_available = lambda: False
+    model, classes = copy.deepcopy(plain), STATEFUL_LAYERS[name]
+    install(model, classes, "auto", "cuda")
     ids = torch.randint(5, 90, (1, sum(_LENGTHS)))
-    alone = torch.cat([run(plain, part, (part.shape[1],))[0] for part in ids.split(_LENGTHS, 1)], 1)
+    parts = ids.split(_LENGTHS, 1)
+    alone = torch.cat([run(plain, part, (part.shape[1],), packed=False)[0] for part in parts], 1)
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign,assignment]
     logging.getLogger("packhorse").addHandler(handler)
-    whole, _ = run(chosen, ids, (sum(_LENGTHS),))
-    packed, again = (run(chosen, ids, _LENGTHS)[0] for _ in range(2))
-    try:
-        run(required, ids, _LENGTHS)
-        error = ""
-    except ConfigError as raised:
-        error = f"{raised.setting}: {raised}"
+    single = torch.cat([run(model, part, (part.shape[1],))[0] for part in parts], 1)
+    warned_before = bool(records)
+    packed, again = (run(model, ids, _LENGTHS)[0] for _ in range(2))
+    install(model, classes, BOUNDARIES)
     return {
-        "difference": largest_difference(packed, alone),
-        "again": largest_difference(again, alone),
+        "differences": [largest_difference(logits, alone) for logits in (single, packed, again)],
         "floor": noise_floor(alone),
-        "control": largest_difference(whole, alone),
+        "control": largest_difference(run(plain, ids, (sum(_LENGTHS),), packed=False)[0], alone),
+        "warned_before": warned_before,
         "warnings": [record.getMessage() for record in records],
-        "error": error,
+        "error": error_of(lambda: run(model, ids, _LENGTHS)),
     }
 
 

@@ -220,12 +220,57 @@ def test_a_prepared_model_is_saved_copied_and_pickled(tmp_path: Path, parity: An
         check_packable(loaded)
 
 
-def test_a_layer_that_is_replaced_after_preparing_is_noticed() -> None:
-    model = prepare_model("lfm2")
+def test_a_forward_pass_that_is_replaced_after_preparing_runs_document_by_document(parity: Any) -> None:
+    model, expected = prepare_model("lfm2"), alone(plain("lfm2"))
     (layer,) = layers_of(model, STATEFUL_LAYERS["lfm2"]).values()
     layer.forward = type(layer).forward.__get__(layer)
-    with raises_config("model", match="call prepare last"):
-        model(**batch())
+    control = largest_difference(leak_logits(plain("lfm2")), expected)
+    parity.check("logits", largest_difference(leak_logits(model), expected), noise_floor(expected), control)
+
+
+def test_copies_of_a_layer_run_document_by_document_too(parity: Any) -> None:
+    """As in depth up-scaling: a model gets copies of its own layers."""
+    deeper, model = plain("lfm2"), prepare_model("lfm2")
+    for made in (deeper, model):
+        index = next(i for i, layer in enumerate(made.model.layers) if hasattr(layer, "conv"))
+        made.model.layers.append(copy.deepcopy(made.model.layers[index]))
+        made.config.num_hidden_layers = len(made.model.layers)
+        made.config.layer_types = [*made.config.layer_types, made.config.layer_types[index]]
+    expected = alone(deeper)
+    control = largest_difference(leak_logits(deeper), expected)
+    parity.check("logits", largest_difference(leak_logits(model), expected), noise_floor(expected), control)
+
+
+def test_layers_that_are_computed_again_without_their_documents_raise() -> None:
+    """A loop that checkpoints a layer itself computes it again when no batch is known."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self, layer: Any) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
+            return checkpoint(lambda x: self.layer(x, **options), hidden_states, use_reentrant=self.training)
+
+    model = prepare_model("lfm2")
+    block = next(layer for layer in model.model.layers if hasattr(layer, "conv"))
+    block.conv = Checkpointed(block.conv)
+    for mode in (True, False):
+        logits = model.train(mode)(**batch()).logits
+        with raises_config("gradient_checkpointing", match="gradient_checkpointing_enable"):
+            logits.sum().backward()
+    run(model, {"input_ids": IDS})  # a batch that is not packed needs no documents
+
+
+def test_a_block_mask_of_another_library_is_rejected() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    inputs = batch() | {
+        "attention_mask": create_block_mask(lambda b, h, q, k: q >= k, 2, 1, 28, 28, device="cpu")
+    }
+    with raises_config("attention_mask", match="Packhorse did not build it"):
+        prepare_model("lfm2")(**inputs)
 
 
 # Inside wrappers.
@@ -249,23 +294,31 @@ def test_lora_around_a_hybrid_model_is_packed_right(first: str, parity: Any) -> 
     check_packable(wrapped)
     with torch.no_grad():
         found, expected = wrapped(**batch()).logits, alone(wrapped)
-    leak = copy.deepcopy(wrapped)
-    (layer,) = layers_of(leak, STATEFUL_LAYERS["lfm2"]).values()
-    leaky_forward(layer)
-    control = largest_difference(leak_logits(leak), expected)
+    control = largest_difference(leak_logits(without_documents(wrapped)), expected)
     parity.check("logits", largest_difference(found, expected), noise_floor(expected), control)
 
 
-def leaky_forward(layer: Any) -> None:
-    """Let a layer that was prepared run on whole rows again."""
-    own = type(layer).forward
+@pytest.mark.parametrize("first", ["prepare", "wrap"])
+def test_layers_that_lora_trains_whole_are_packed_right(first: str, parity: Any) -> None:
+    """PEFT keeps the original of a layer in ``modules_to_save`` next to the copy that it trains."""
+    from peft import LoraConfig, get_peft_model
 
-    def forward(*arguments: Any, **options: Any) -> Any:
-        layer._packhorse_bounds.served.add(id(layer))
-        options.pop("attention_mask", None)
-        return own(layer, *arguments, **options)
+    model = prepare_model("lfm2") if first == "prepare" else plain("lfm2")
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["conv"]))
+    if first == "wrap":
+        packhorse.prepare(wrapped, "sdpa", device="cpu")
+    expected = alone(wrapped)
+    control = largest_difference(leak_logits(without_documents(wrapped)), expected)
+    parity.check("logits", largest_difference(leak_logits(wrapped), expected), noise_floor(expected), control)
+    assert any("modules_to_save" in name for name in run(wrapped)[1])
 
-    layer.forward = forward
+
+def without_documents(model: Any) -> Any:
+    """A copy of a prepared model that does not look for documents."""
+    copied = copy.deepcopy(model)
+    for module in copied.modules():
+        module._forward_pre_hooks.clear()
+    return copied
 
 
 def leak_logits(model: Any) -> torch.Tensor:
@@ -298,6 +351,25 @@ def test_data_parallel_wrappers_of_a_hybrid_model_are_packed_right(
             check_packable(wrapped)
             logits, _ = run(wrapped)
             parity.check("logits", largest_difference(logits, expected), noise_floor(expected), leaks)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_weights_that_fsdp_gathers_inside_of_a_layer_are_rejected(tmp_path: Path) -> None:
+    """Ranks with other documents call the layer more or less often: they would wait for each other."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = prepare_model("lfm2")
+        (name,) = layers_of(model, STATEFUL_LAYERS["lfm2"])
+        fully_shard(model.get_submodule(f"{name}.in_proj"), mesh=init_device_mesh("cpu", (1,)))
+        with raises_config(
+            "model", match=r"conv \(Lfm2ShortConv\) of the model.*weights of in_proj.*as a whole"
+        ):
+            model(**batch())
+        model(input_ids=IDS)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -373,3 +445,32 @@ def test_installing_twice_changes_nothing() -> None:
     hooks = [len(module._forward_hooks) for module in model.modules()]
     install(model, STATEFUL_LAYERS["lfm2"])
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
+
+
+def test_attention_inside_of_a_layer_with_state_runs_without_a_mask_or_not_at_all(parity: Any) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    class StateLayer(LlamaDecoderLayer):
+        """Adds the sum of all tokens before, in the layer that contains attention."""
+
+        def forward(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            return super().forward(hidden_states + hidden_states.cumsum(1).tanh(), *arguments, **options)
+
+    class StateLlama(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.layers = torch.nn.ModuleList([StateLayer(config, 0), StateLayer(config, 1)])
+
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    torch.manual_seed(0)
+    model = with_random_weights(StateLlama(config))
+    assert inspect_packing(model).layers == ("StateLayer",)
+    expected, leaks = alone(model), leak_logits(model)
+    packhorse.prepare(model, "sdpa", device="cpu")
+    control = largest_difference(leaks, expected)
+    parity.check("logits", largest_difference(leak_logits(model), expected), noise_floor(expected), control)
+    packhorse.prepare(model, "eager", device="cpu")
+    with raises_config("attn_implementation", match="StateLayer carries state and contains LlamaAttention"):
+        model(**batch())

@@ -4,24 +4,31 @@ Linear attention, state spaces and short convolutions see every earlier token of
 attention mask says. :func:`install` lets such layers of a model compute each document alone, in one of two
 ways. Documents of similar length are padded on the right and run together; that needs nothing but the layer.
 Or all documents run in one call, with kernels that take their boundaries (:data:`KERNELS`). A batch that is
-not packed, and generation, run as before. Which classes of layers they are says :mod:`.packing`.
+not packed, and generation, run as before. :mod:`.packing` decides which classes of layers these are.
+
+A hook of the decoder finds the documents of a batch before its forward pass, and the layers that are in the
+model then: also copies, and those that a wrapper or another library has changed since :func:`install`.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from logging import getLogger
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from packhorse.errors import ConfigError, require
+from packhorse.families.models import attention_of
+from packhorse.families.varlen import VARLEN
 
 logger = getLogger("packhorse.families.stateful")
 
@@ -43,7 +50,7 @@ _MAMBA_2 = (
 )
 _CONVOLUTION = "causal_conv1d"
 KERNELS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(_GATED_DELTA_NETS, ("fla",)),  # the convolution can do without a kernel, see _gap
+    **dict.fromkeys(_GATED_DELTA_NETS, ("fla",)),  # the convolution can do without a kernel, see _zero_rows
     **dict.fromkeys(_MAMBA_2, ("mamba_ssm", _CONVOLUTION)),
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), (_CONVOLUTION,)),
 }
@@ -59,12 +66,6 @@ _PER_TOKEN = 3  # axes of a tensor [B, S, …] that has more than a number for e
 # To measure whether kernels keep documents apart: how much larger replaced documents are, and by what share
 # of the largest value the other documents may change then. Rounding to bfloat16 is a fifth of that.
 _REPLACED, _LEAK = 8.0, 0.02
-
-
-class _HasBounds(Protocol):
-    """A module that :func:`separate_documents` has changed."""
-
-    _packhorse_bounds: DocumentBounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class Documents:
         )
         self._starts = self._sizes.cumsum(0) - self._sizes
         self._offset = torch.arange(len(self._visible)) - self._starts[self._owner]
+        self.count = len(self._sizes)
         self._in_one_row: dict[int, _Calls] = {}
 
     @cached_property
@@ -114,7 +116,7 @@ class Documents:
         groups: list[torch.Tensor] = []
         start_of = torch.empty_like(self._sizes)
         total = 0
-        for members, width in _similar(self._sizes.tolist(), _STEP_COST.get(self.device.type, 8.0)):
+        for members, width in _group_by_length(self._sizes.tolist(), _STEP_COST.get(self.device.type, 8.0)):
             of_group = torch.tensor(members)
             steps = torch.minimum(torch.arange(width), self._sizes[of_group, None] - 1)
             groups.append(self._visible[self._starts[of_group, None] + steps].to(self.device))
@@ -125,13 +127,12 @@ class Documents:
     def in_one_row(self, gap: int) -> _Calls:
         """One call for all documents, with this many rows of zeros after each."""
         if gap not in self._in_one_row:
-            count = len(self._sizes)
-            starts = self._starts + gap * torch.arange(count)
-            total = len(self._visible) + gap * count
+            starts = self._starts + gap * torch.arange(self.count)
+            total = len(self._visible) + gap * self.count
             index = torch.full((total,), self.rows * self.length)
             index[starts[self._owner] + self._offset] = self._visible
             ends = torch.cat([starts, torch.tensor([total])])
-            numbers = torch.arange(count).repeat_interleave(ends.diff())
+            numbers = torch.arange(self.count).repeat_interleave(ends.diff())
             boundaries = {
                 "cu_seq_lens_q": ends.to(self.device),
                 "seq_idx": numbers[None].to(self.device, torch.int32),
@@ -146,10 +147,15 @@ class Documents:
         source[self._visible] = starts[self._owner] + self._offset
         return source.to(self.device)
 
+    def is_mask(self, value: Any) -> bool:
+        """Whether a value is a mask for pairs of tokens."""
+        square = (self.length, self.length)
+        return isinstance(value, torch.Tensor) and value.dim() == _DENSE and value.shape[-2:] == square
+
     def take(self, value: Any, calls: _Calls, group: torch.Tensor) -> Any:
         """Return what a call gets of an argument: rows of tensors per token, nothing of masks."""
         if isinstance(value, torch.Tensor):
-            if value.dim() == _DENSE and value.shape[-2:] == (self.length, self.length):
+            if self.is_mask(value):
                 return None
             if value.dim() < 2 or value.shape[1] != self.length or value.shape[0] not in (1, self.rows):
                 return value
@@ -171,7 +177,7 @@ class Documents:
         return torch.cat(flat)[calls.source].view(self.rows, self.length, *first.shape[2:])
 
 
-def _similar(sizes: Sequence[int], step_cost: float) -> list[tuple[list[int], int]]:
+def _group_by_length(sizes: Sequence[int], step_cost: float) -> list[tuple[list[int], int]]:
     """Return groups of documents of similar length that cost least, each with its longest length.
 
     A group of ``n`` documents costs ``n + step_cost`` for each step of its longest one.
@@ -213,9 +219,16 @@ def document_numbers(inputs: Mapping[str, Any]) -> torch.Tensor | None:
         return _without_padding(numbers, inputs.get("position_ids")).view(tokens.shape[:2])
     if isinstance(mask, Mapping):  # one for each kind of layer
         mask = mask.get("full_attention", next(iter(mask.values()), None))
-    documents = getattr(getattr(mask, "mask_mod", None), "documents", None)  # of flex attention
-    if documents is not None:
-        return documents if isinstance(documents, torch.Tensor) else None
+    mask_mod = getattr(mask, "mask_mod", None)
+    if mask_mod is not None:  # of flex attention
+        documents = getattr(mask_mod, "documents", None)
+        if not isinstance(documents, torch.Tensor):
+            raise ConfigError(
+                "layers with state do not find the documents in this block mask, because Packhorse did not "
+                "build it: use the attention_mask of the batch",
+                setting="attention_mask",
+            )
+        return documents
     if not isinstance(mask, torch.Tensor):
         return None
     if mask.dim() == _PADDING and mask.shape == tokens.shape[:2] and not inputs.get("use_cache"):
@@ -261,26 +274,26 @@ class DocumentBounds:
 
     Attributes:
         documents: of the batch that is computed now; None for a batch that is not packed.
-        layers: the number of layers that need them.
-        served: the layers that used them in this forward pass.
+        classes: of the layers that need them.
         mode: whether layers run in groups of documents, or in one call with kernels that take boundaries.
         required: whether the user requested ``mode``, so that kernels that ignore boundaries raise.
-        checked: for each class of layers whether its kernels keep documents apart, once that is measured.
+        keeps_apart: whether the kernels of a kind of layer keep documents apart, once that is measured.
     """
 
     def __init__(self, decoder: torch.nn.Module) -> None:
+        self.classes: tuple[str, ...] = ()
         self.mode = PER_DOCUMENT
         self.required = False
-        self.checked: dict[str, bool] = {}
+        self.keeps_apart: dict[tuple[str, bool, str], bool] = {}
         parameters = inspect.signature(decoder.forward).parameters
         self.names = tuple(parameters)
         self.takes_use_cache = "use_cache" in parameters or any(
             parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
         )
         self.documents: Documents | None = None
-        self.layers = 0
-        self.served: set[int] = set()
-        self.changed: list[tuple[Any, str, Any]] = []
+        self._running = self._was_packed = False
+        self._with_whole_weights: set[int] = set()
+        self._changed: list[tuple[Any, str, Any]] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(
@@ -288,37 +301,116 @@ class DocumentBounds:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Find the documents of the batch before the forward pass of the decoder."""
         numbers = document_numbers({**dict(zip(self.names, arguments, strict=False)), **options})
+        self._running, self._was_packed = True, numbers is not None
         if numbers is None:
             self.documents = None
             return None
-        self.documents, self.served = Documents(numbers), set()
-        self._keep_for_checkpoints(decoder, self.documents)
+        self.documents = Documents(numbers)
+        layers = self.bind_layers(decoder)
+        self._check_weights(layers)
+        self._keep_for_checkpoints(decoder, layers, self.documents)
         return arguments, {**options, "use_cache": False} if self.takes_use_cache else options
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, decoder: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        """Forget the documents after the forward pass; raise if a layer has not used them."""
-        for module, name, function in self.changed:
+        """Forget the documents after the forward pass."""
+        for module, name, function in self._changed:
             setattr(module, name, function)
-        self.changed.clear()
-        documents, self.documents = self.documents, None
-        if documents is not None and output is not None and len(self.served) < self.layers:
-            raise ConfigError(
-                f"{self.layers - len(self.served)} of {self.layers} layers with state in "
-                f"{type(decoder).__name__} ran without the boundaries of documents, because something "
-                "replaced their forward pass after packhorse.prepare(model): call prepare last",
-                setting="model",
-            )
+        self._changed.clear()
+        self.documents, self._running = None, False
 
-    def _keep_for_checkpoints(self, decoder: torch.nn.Module, documents: Documents) -> None:
+    def bind_layers(self, decoder: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        """Let all layers of the classes use these documents; return them by name."""
+        layers = layers_of(decoder, self.classes)
+        for layer in layers.values():
+            forward = vars(layer).get("forward")
+            if isinstance(forward, partial) and forward.func is _forward:
+                if getattr(layer, _BOUNDS, None) is self:
+                    continue
+                forward = forward.args[1]  # of a copy of a layer: what this function replaced
+            setattr(layer, _BOUNDS, self)
+            layer.forward = partial(_forward, layer, forward)
+        return layers
+
+    @contextmanager
+    def use(self, documents: Documents) -> Iterator[None]:
+        """Let layers use these documents outside of the forward pass of the decoder."""
+        before = self.documents, self._running
+        self.documents, self._running = documents, True
+        try:
+            yield
+        finally:
+            self.documents, self._running = before
+
+    def check_running(self, layer: torch.nn.Module) -> None:
+        """Raise if a layer is computed again in the backward pass, without the documents of its batch."""
+        if self._running or not self._was_packed or not torch.is_grad_enabled():
+            return
+        raise ConfigError(
+            f"{type(layer).__name__} is computed outside of the forward pass of its decoder after a packed "
+            "batch, where the documents of the batch are unknown. For gradient checkpointing call "
+            "model.gradient_checkpointing_enable(), or wrap layers in torch's checkpoint_wrapper",
+            setting="gradient_checkpointing",
+        )
+
+    def _check_weights(self, layers: Mapping[str, torch.nn.Module]) -> None:
+        """Raise if weights inside of a layer are gathered at each call.
+
+        The number of calls depends on the documents of a rank, so the ranks would wait for each other.
+        """
+        for name, layer in layers.items():
+            if id(layer) in self._with_whole_weights:
+                continue
+            if reason := next(_gathered_parts(name, layer), ""):
+                raise ConfigError(reason, setting="model")
+            self._with_whole_weights.add(id(layer))
+
+    def _keep_for_checkpoints(
+        self, decoder: torch.nn.Module, layers: Mapping[str, torch.nn.Module], documents: Documents
+    ) -> None:
         """Let layers that are computed again in the backward pass use the documents of this forward pass."""
-        for module in decoder.modules():
+        modules: dict[int, torch.nn.Module] = {id(decoder): decoder}
+        for name in layers:
+            module = decoder
+            for part in name.split("."):  # the layer, and the modules that contain it
+                module = getattr(module, part)
+                modules[id(module)] = module
+        for module in modules.values():
             # That of transformers' layers, and that of torch's CheckpointWrapper (FSDP).
             for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
                 function = vars(module).get(name)
                 if function is not None:
-                    self.changed.append((module, name, function))
+                    self._changed.append((module, name, function))
                     setattr(module, name, partial(_checkpoint, function, self, documents))
+
+
+def _gathered_parts(name: str, layer: torch.nn.Module) -> Iterator[str]:
+    """Yield why ranks would wait for each other inside of a layer, and what to do."""
+    kind = type(layer).__name__
+    calls = (
+        f"ranks call {name} ({kind}) of the model as often as they have groups of documents of similar length"
+    )
+    for part, module in layer.named_modules():
+        if module is not layer and isinstance(module, _fsdp_classes()):
+            what = f"but FSDP gathers the weights of {part} from all ranks at each call"
+            yield f"{calls}, {what}. Wrap {kind} or its decoder layer as a whole instead"
+    deepspeed = sys.modules.get("deepspeed")
+    # DeepSpeed has no public name for whether ZeRO-3 shards a weight.
+    if deepspeed is None or not any(hasattr(weight, "ds_id") for weight in layer.parameters()):
+        return
+    if not deepspeed.utils.z3_leaf_module(layer):
+        what = "but ZeRO-3 gathers the weights inside of it from all ranks at each call"
+        remedy = (
+            f"before DeepSpeed wraps the model, or deepspeed.utils.set_z3_leaf_modules(model, [{kind!r}])"
+        )
+        yield f"{calls}, {what}. Call packhorse.prepare(model) {remedy}"
+
+
+@cache
+def _fsdp_classes() -> tuple[type, ...]:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return FSDPModule, FullyShardedDataParallel
 
 
 def _checkpoint(
@@ -332,20 +424,20 @@ def _checkpoint(
     """Checkpoint a layer whose later computation uses these documents."""
 
     def with_documents(*inputs: Any, **named: Any) -> Any:
-        before, bounds.documents = bounds.documents, documents
-        try:
+        with bounds.use(documents):
             return forward(*inputs, **named)
-        finally:
-            bounds.documents = before
 
     return function(with_documents, *arguments, **options)
 
 
-def _forward(layer: torch.nn.Module, own: Callable[..., Any] | None, *arguments: Any, **options: Any) -> Any:
+def _forward(
+    layer: torch.nn.Module, original: Callable[..., Any] | None, *arguments: Any, **options: Any
+) -> Any:
     """Run the forward pass of a layer, on each document if the batch is packed."""
     bounds: DocumentBounds = getattr(layer, _BOUNDS)
-    forward = partial(type(layer).forward, layer) if own is None else own
+    forward = partial(type(layer).forward, layer) if original is None else original
     if bounds.documents is None:
+        bounds.check_running(layer)
         return forward(*arguments, **options)
     return _by_document(layer, forward, bounds, arguments, options)
 
@@ -360,7 +452,7 @@ def _by_document(
 ) -> Any:
     documents = bounds.documents
     assert documents is not None
-    bounds.served.add(id(layer))
+    _check_attention(layer, documents, (*arguments, *options.values()))
     options = {
         name: None if name in _CACHES or name.endswith("mask") else value
         for name, value in options.items()
@@ -368,8 +460,9 @@ def _by_document(
     }
     bounds.documents = None  # layers with state inside of this one get whole documents
     try:
-        if bounds.mode == BOUNDARIES and (names := boundary_arguments(layer)):
-            calls = documents.in_one_row(_gap(layer, names))
+        names = boundary_arguments(layer) if bounds.mode == BOUNDARIES and documents.count > 1 else ()
+        if names:
+            calls = documents.in_one_row(_zero_rows(layer, names))
             run = partial(_run_calls, forward, documents, calls, arguments)
             passed = options | {name: calls.boundaries[name] for name in names}
             if _keeps_apart(layer, bounds, calls, partial(run, passed)):
@@ -378,6 +471,29 @@ def _by_document(
         return documents.join(_run_calls(forward, documents, calls, arguments, options), calls)
     finally:
         bounds.documents = documents
+
+
+def _check_attention(layer: torch.nn.Module, documents: Documents, values: Sequence[Any]) -> None:
+    """Raise if attention inside of a layer needs its mask, which calls for groups of documents do not have.
+
+    Without a mask, ``sdpa`` and ``varlen`` are causal; others attend in both directions.
+    """
+    if not any(documents.is_mask(value) or hasattr(value, "mask_mod") for value in values):
+        return
+    for module in layer.modules():
+        config = getattr(module, "config", None)
+        # Attention modules of transformers say whether they are causal.
+        if module is layer or config is None or not hasattr(module, "is_causal"):
+            continue
+        attention = attention_of(config)
+        if attention not in ("sdpa", VARLEN):
+            raise ConfigError(
+                f"{type(layer).__name__} carries state and contains {type(module).__name__}. Called for each "
+                f"document, it has no mask, without which attn_implementation={attention!r} attends in both "
+                'directions: call packhorse.prepare(model, "sdpa")',
+                setting="attn_implementation",
+                value=attention,
+            )
 
 
 def _run_calls(
@@ -408,13 +524,12 @@ def _keeps_apart(
     Raises:
         ConfigError: they do not, and the user requested boundaries.
     """
-    name = type(layer).__name__
-    if name in bounds.checked:
-        return bounds.checked[name]
     numbers = calls.boundaries["seq_idx"][0]
+    # Kernels for training and for evaluation, and of devices, differ.
+    kind = (type(layer).__name__, layer.training, numbers.device.type)
+    if kind in bounds.keeps_apart:
+        return bounds.keeps_apart[kind]
     replaced = numbers % 2 == 0
-    if bool(replaced.all()):
-        return True  # one document: nothing can leak, and nothing can be measured
 
     def change(value: Any) -> Any:
         if isinstance(value, tuple | list):
@@ -423,25 +538,32 @@ def _keeps_apart(
             return value
         if value.dim() < _PER_TOKEN or value.shape[:2] != (1, len(numbers)):
             return value
-        other = _REPLACED * value.flip(-1)
-        return torch.where(replaced.view(1, -1, *(1 for _ in value.shape[2:])), other, value)
+        changed = _REPLACED * value.flip(-1)
+        return torch.where(replaced.view(1, -1, *(1 for _ in value.shape[2:])), changed, value)
 
     why = "they ignore the boundaries of documents"
     # Random numbers go on as if nothing was measured: checkpointed layers run once more with the same ones.
     devices = [numbers.device] if numbers.is_cuda else []
     with torch.no_grad(), torch.random.fork_rng(devices):
         try:
-            before, after = (_first_tensor(run(change=one))[0, ~replaced] for one in (lambda v: v, change))
-            apart = float((after - before).abs().max()) <= _LEAK * float(before.abs().max())
+            before, after = (
+                _first_tensor(run(change=function))[0, ~replaced]
+                for function in (lambda value: value, change)
+            )
         except (ValueError, TypeError, NotImplementedError) as error:  # they take no boundaries
-            apart, why = False, f"they raise {type(error).__name__}: {error}"
-    bounds.checked[name] = apart
+            apart, why = False, f"they raise {type(error).__name__}: {str(error).rstrip('.')}"
+        else:
+            size = float(before.abs().max())
+            if not size:  # as of weights that begin as zeros: a leak would not show
+                return False
+            apart = float((after - before).abs().max()) <= _LEAK * size
     if not apart:
-        what = f"kernels of {name} do not keep documents apart: {why}"
+        what = f"kernels of {type(layer).__name__} do not keep documents apart: {why}"
         if bounds.required:
             remedy = 'Update transformers and the kernels, or call packhorse.prepare(model, stateful="auto")'
             raise ConfigError(f"{what}. {remedy}", setting="stateful", value=BOUNDARIES)
         logger.warning("%s. These layers are called document by document instead", what)
+    bounds.keeps_apart[kind] = apart
     return apart
 
 
@@ -457,13 +579,18 @@ def _is_installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
+def kernel_packages(layer: torch.nn.Module) -> tuple[str, ...]:
+    """Return the packages whose kernels take boundaries for a layer (:data:`KERNELS`); empty if none do."""
+    return next((KERNELS[kind.__name__] for kind in type(layer).__mro__ if kind.__name__ in KERNELS), ())
+
+
 def boundary_arguments(layer: torch.nn.Module) -> tuple[str, ...]:
     """Return the arguments by which kernels of a layer keep documents apart; empty if it has no such kernels.
 
     Layers with a recurrence of fla take ``cu_seq_lens_q`` for it, and ``seq_idx`` for a convolution with a
     kernel; without that kernel, rows of zeros between documents separate them for the convolution.
     """
-    packages = next((KERNELS[kind.__name__] for kind in type(layer).__mro__ if kind.__name__ in KERNELS), ())
+    packages = kernel_packages(layer)
     if not packages or not all(map(_is_installed, packages)):
         return ()
     if "fla" not in packages:
@@ -473,7 +600,7 @@ def boundary_arguments(layer: torch.nn.Module) -> tuple[str, ...]:
     return ("cu_seq_lens_q",) if _keeps_zeros(layer) else ()
 
 
-def _gap(layer: torch.nn.Module, names: Sequence[str]) -> int:
+def _zero_rows(layer: torch.nn.Module, names: Sequence[str]) -> int:
     """Return how many rows of zeros after each document keep its end out of the next one's convolution."""
     if "seq_idx" in names:
         return 0
@@ -492,24 +619,39 @@ def _keeps_zeros(layer: torch.nn.Module) -> bool:
 
 def layers_of(model: torch.nn.Module, classes: Sequence[str]) -> dict[str, torch.nn.Module]:
     """Return the modules of a model, by name, whose class has one of these names."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if any(kind.__name__ in classes for kind in type(module).__mro__)
-    }
+    known: dict[type, bool] = {}
+    layers = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind not in known:
+            known[kind] = any(base.__name__ in classes for base in kind.__mro__)
+        if known[kind]:
+            layers[name] = module
+    return layers
 
 
 def install(
-    model: torch.nn.Module, classes: Sequence[str], mode: str = PER_DOCUMENT
+    model: torch.nn.Module,
+    classes: Sequence[str],
+    mode: str = PER_DOCUMENT,
+    device: str | torch.device | None = None,
 ) -> dict[str, tuple[int, str]]:
     """Let the layers of these classes compute each document alone; return their number and how they do it.
 
-    ``mode`` is ``"per_document"``, ``"boundaries"`` (kernels, where a layer has them) or ``"auto"``
-    (boundaries on a GPU).
+    Args:
+        model: in any wrapper.
+        classes: names of the classes of layers.
+        mode: ``"per_document"``, ``"boundaries"`` (in one call, with kernels) or ``"auto"`` (boundaries on a
+            GPU, for layers that have such kernels).
+        device: that the model will be trained on; None for a GPU if there is one.
+
+    Raises:
+        ConfigError: boundaries are requested, and a class has no kernels that take them.
     """
     layers = layers_of(model, classes)
     if not layers:
         return {}
+    check_mode(layers, mode)
     decoder = _decoder_of(model, layers)
     bounds = getattr(decoder, _BOUNDS, None)
     if bounds is None:
@@ -519,14 +661,15 @@ def install(
         decoder.register_forward_hook(bounds.end, always_call=True)
     bounds.required = mode == BOUNDARIES
     if mode == "auto":
-        mode = BOUNDARIES if torch.cuda.is_available() else PER_DOCUMENT
+        cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
+        mode = BOUNDARIES if cuda else PER_DOCUMENT
     bounds.mode = mode
-    for layer in layers.values():
-        if getattr(layer, _BOUNDS, None) is None:
-            setattr(layer, _BOUNDS, bounds)
-            layer.forward = partial(_forward, layer, vars(layer).get("forward"))
-            bounds.layers += 1
+    bounds.keeps_apart.clear()
+    bounds.classes = tuple(dict.fromkeys((*bounds.classes, *classes)))
+    bounds.bind_layers(decoder)
     kinds = {type(layer).__name__: layer for layer in layers.values()}
+    if "deepspeed" in sys.modules:  # ZeRO-3 then gathers the weights of a layer once, see _gathered_parts
+        sys.modules["deepspeed"].utils.set_z3_leaf_modules(model, list(kinds), raise_if_not_found=False)
     counts = Counter(type(layer).__name__ for layer in layers.values())
     return {
         name: (counts[name], mode if boundary_arguments(layer) else PER_DOCUMENT)
@@ -534,9 +677,27 @@ def install(
     }
 
 
+def check_mode(layers: Mapping[str, torch.nn.Module], mode: str) -> None:
+    """Raise ConfigError if boundaries are requested for layers without kernels that take them."""
+    lacking = (layer for layer in layers.values() if mode == BOUNDARIES and not boundary_arguments(layer))
+    layer = next(lacking, None)
+    if layer is None:
+        return
+    names = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm", _CONVOLUTION: "causal-conv1d"}
+    packages = kernel_packages(layer)
+    # With fla alone, rows of zeros separate documents for the convolution, if there are no biases.
+    missing = [names[name] for name in packages if not _is_installed(name)] or [names[_CONVOLUTION]]
+    why = f"its kernels need {' and '.join(missing)}: pip install {' '.join(missing)}, or"
+    if not packages:
+        why = "it has no kernels that take the boundaries of documents:"
+    what = f"{type(layer).__name__} cannot be called with boundaries: {why} use stateful='auto'"
+    raise ConfigError(what, setting="stateful", value=BOUNDARIES)
+
+
 def is_installed(model: torch.nn.Module, classes: Sequence[str]) -> bool:
     """Return whether all layers of these classes are called document by document."""
-    return all(hasattr(layer, _BOUNDS) for layer in layers_of(model, classes).values())
+    layers = layers_of(model, classes)
+    return not layers or isinstance(getattr(_decoder_of(model, layers), _BOUNDS, None), DocumentBounds)
 
 
 def _decoder_of(model: torch.nn.Module, layers: Mapping[str, torch.nn.Module]) -> torch.nn.Module:

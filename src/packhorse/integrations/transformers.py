@@ -33,7 +33,7 @@ from packhorse.families.router_loss import (
     install_router_loss,
     is_installed,
 )
-from packhorse.families.stateful import BOUNDARIES, PER_DOCUMENT, install
+from packhorse.families.stateful import BOUNDARIES, PER_DOCUMENT, check_mode, install, layers_of
 from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
 from packhorse.integrations.loss import (
     batch_loss,
@@ -372,7 +372,8 @@ class Prepared:
         attn_implementation: of the decoder. A loader built with ``model=model`` makes batches for it.
         stateful_layers: the layers that carry state, by their class: how many there are.
         kernels: of those, the classes that run in one call, with kernels that take the boundaries of
-            documents; the others are called document by document.
+            documents; the others are called document by document. The first batch measures whether these
+            kernels keep documents apart; if not, a warning says that their layers do not use them.
         computes_loss: whether hooks compute the model's own loss, because the installed transformers would
             shift the labels of a batch again.
         tested: whether tests of Packhorse show that packed rows are right for this class; else a tiny copy of
@@ -450,15 +451,15 @@ def prepare(
     packing = inspect_packing(model)
     if packing.problems:
         raise packing_error(packing.problems)
-    backend = choose_attention(
-        inspect_attention(inner, device, dtype, autocast), attn_implementation, longest
-    )
+    info = inspect_attention(inner, device, dtype, autocast)
+    backend = choose_attention(info, attn_implementation, longest)
+    check_mode(layers_of(inner, packing.layers), stateful)
     use_attention(inner, backend)
     for config in (inner.config, inner.config.get_text_config()):
         config.use_cache = False
     make_honour_shift_labels(inner)
     install_router_loss(inner)
-    layers = install(inner, packing.layers, stateful)
+    layers = install(inner, packing.layers, stateful, info.device)
     if (layers or is_installed(inner)) and model is not inner:
         torch.compiler.reset()  # code compiled before has no hooks
     prepared = Prepared(
