@@ -237,3 +237,20 @@ def test_a_declared_model_with_a_decoder_of_another_type_is_rejected() -> None:
     config = CONFIG_MAPPING["llava_onevision"](text_config=small("bloom"))
     (why,) = packing_problems(config)
     assert "LlavaOnevision" in why
+
+
+@pytest.mark.parametrize(
+    ("layers", "kinds"), [(2, ["recurrent"] * 2), (3, None), (26, None), (2, ["attention"])]
+)
+def test_a_repeated_pattern_of_layers_is_measured_with_each_kind_that_the_model_has(
+    layers: int, kinds: Any
+) -> None:
+    from transformers import RecurrentGemmaConfig
+
+    settings = {} if kinds is None else {"block_types": kinds}
+    config = RecurrentGemmaConfig(num_hidden_layers=layers, **settings)
+    tiny = tiny_settings(config.to_dict())
+    assert tiny["block_types"] == (["recurrent", "attention"] if kinds is None else [kinds[0]] * 2)
+    packing = inspect_packing(config)
+    assert not packing.problems
+    assert packing.layers == (() if kinds == ["attention"] else ("RecurrentGemmaRecurrentBlock",))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import ConfigError
@@ -22,6 +23,7 @@ from packhorse.families.models import (
     text_config,
 )
 from packhorse.families.stateful import is_installed
+from packhorse.families.tiny import LAYER_LISTS
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +84,6 @@ _MEASURABLE_LAYERS = _PROVEN_LAYERS | {
     "recurrent",
 }
 _MEDIA_INPUTS = ("pixel_values", "image", "video", "audio", "input_features", "protein")  # of forward passes
-_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")  # where configs list kinds of layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +223,9 @@ def packing_error(problems: Sequence[str]) -> ConfigError:
 def layer_kinds(config: ModelConfig) -> dict[str, int]:
     """Return the kinds of layers that a config of a decoder lists, with the first layer of each."""
     first: dict[str, int] = {}
-    for name in _LAYER_LISTS:
-        for index, kind in enumerate(getattr(config, name, None) or ()):
+    for name in LAYER_LISTS:
+        kinds = getattr(config, name, None) or ()
+        for index, kind in enumerate(islice(kinds, getattr(config, "num_hidden_layers", None))):
             first.setdefault(str(kind), index)
     return first
 

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
 from typing import Any
+
+LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
+"""Settings of a config that list the kind of each layer, or a pattern of kinds."""
 
 # Names are matched as a whole, without regard for white space; the first match counts.
 _SIZES: tuple[tuple[int, str], ...] = (
@@ -90,7 +94,7 @@ _COUNTS = re.compile(
 )
 _SPECIAL_IDS = re.compile(r"(bos|eos|pad|sep|decoder_start|unk|cls|mask)_token_id")
 # Rows to measure have one mask for all layers, which is right if documents are shorter than a window.
-_WINDOWS, _LEAST_WINDOW = {"sliding_window", "attention_chunk_size"}, 128
+_WINDOWS, _LEAST_WINDOW = {"sliding_window", "attention_chunk_size", "attention_window_size"}, 128
 _NOT_NONE = {"head_dim": 16, "num_key_value_heads": 2}
 # With output_router_logits a model that is not prepared computes no packed batch.
 _NOT_SETTINGS = frozenset(
@@ -104,6 +108,10 @@ _NOT_SETTINGS = frozenset(
 def tiny_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of a config, as ``to_dict`` gives them, with small sizes and a layer of each kind."""
     layers = next((v for k, v in settings.items() if _COUNTS.fullmatch(k) and isinstance(v, int)), None)
+    kinds = {key: settings[key] for key in LAYER_LISTS if layers and isinstance(settings.get(key), list)}
+    # Kinds of layers may be a pattern that a model repeats (RecurrentGemma).
+    repeated = {key: list(islice(cycle(pattern), layers)) for key, pattern in kinds.items() if pattern}
+    settings = {**settings, **repeated}
     lists = {key: value for key, value in settings.items() if isinstance(value, list) and layers}
     per_layer = {key: value for key, value in lists.items() if len(value) == layers and layers > 1}
     # Numbers of layers, which a config derives from the kinds of its layers.
