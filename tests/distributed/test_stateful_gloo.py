@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import packhorse
@@ -24,7 +25,7 @@ from contract.test_packable_types import decoder, with_random_weights
 from contract.tiny_models import MODELS, tiny_model
 from contract.tiny_tokenizers import tokenizer
 from distributed.gloo import process_group
-from noise_floor import noise_floor, relative_difference
+from noise_floor import largest_difference, noise_floor, relative_difference
 from packhorse import World, batch_loss, count_supervised, model_inputs
 from packhorse.integrations.attention import use_attention
 
@@ -92,6 +93,7 @@ def rank_main(rank: int, folder: str) -> None:
     with process_group(rank, RANKS, folder):
         for name in NAMES:
             torch.save(packed_step(name, rank), f"{folder}/{name}-{rank}.pt")
+        torch.save(sharded_step(rank), f"{folder}/sharded-{rank}.pt")
 
 
 def packed_step(name: str, rank: int) -> Step:
@@ -175,3 +177,78 @@ def test_a_packed_step_on_two_ranks_is_its_samples_one_by_one(name: str, folder:
         parity.check(
             "gradients", relative_difference(rank.gradients, expected.gradients), gradient_floor, away
         )
+
+
+LENGTHS = ((30, 30, 30, 30), (200, 3))  # of the documents of each rank: one group, and two
+
+
+@dataclass
+class ShardedStep:
+    """The logits of a rank, the averaged gradients of a layer, and how often it was called."""
+
+    logits: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    calls: int
+
+
+def short_convolution() -> Any:
+    torch.manual_seed(0)
+    return with_random_weights(decoder("lfm2")).train()
+
+
+def layer_gradients(model: Any) -> dict[str, torch.Tensor]:
+    whole = {
+        name: getattr(grad, "full_tensor", lambda g=grad: g)() for name, grad in gradients_of(model).items()
+    }
+    return {name: grad for name, grad in whole.items() if "conv.in_proj" in name or "conv.out_proj" in name}
+
+
+def packed_row(rank: int) -> dict[str, torch.Tensor]:
+    lengths = torch.tensor(LENGTHS[rank])
+    numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
+    seen = (numbers[:, None] == numbers) & torch.ones(len(numbers), len(numbers)).tril().bool()
+    ids = torch.randint(5, 90, (1, len(numbers)), generator=torch.Generator().manual_seed(rank))
+    positions = torch.cat([torch.arange(int(length)) for length in lengths])[None]
+    return {"input_ids": ids, "attention_mask": seen[None, None], "position_ids": positions}
+
+
+def sharded_step(rank: int) -> ShardedStep:
+    """Train on a row with FSDP around each projection of the layer with state."""
+    model = short_convolution()
+    packhorse.prepare(model, "sdpa", device="cpu")
+    layer = next(block.conv for block in model.model.layers if hasattr(block, "conv"))
+    calls: list[int] = []
+    for projection in (layer.in_proj, layer.out_proj):
+        fully_shard(projection)
+    layer.in_proj.register_forward_hook(lambda *_: calls.append(1))
+    logits = model(**packed_row(rank)).logits
+    logits.square().sum().backward()
+    return ShardedStep(logits.detach(), layer_gradients(model), len(calls))
+
+
+def sharded_alone(reverse: bool = False) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Logits of both rows, and averaged gradients, of documents one by one in a model that is not sharded."""
+    model, rows = short_convolution(), []
+    for rank in range(RANKS):
+        parts = packed_row(rank)["input_ids"].split(LENGTHS[rank], 1)
+        logits = [model(input_ids=part, use_cache=False).logits for part in parts]
+        total = torch.stack([part.square().sum() for part in (logits[::-1] if reverse else logits)]).sum()
+        (total / RANKS).backward()
+        rows.append(torch.cat([part.detach() for part in logits], 1))
+    return rows, layer_gradients(model)
+
+
+def test_ranks_whose_layers_gather_weights_call_them_equally_often(folder: Path, parity: Any) -> None:
+    ranks = [torch.load(folder / f"sharded-{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    assert len({rank.calls for rank in ranks}) == 1, "or ranks would wait for each other"
+    rows, gradients = sharded_alone()
+    _, again = sharded_alone(reverse=True)
+    leaking = short_convolution()
+    leak = leaking(**packed_row(0)).logits
+    leak.square().sum().backward()
+    for rank, expected in zip(ranks, rows, strict=True):
+        difference = largest_difference(rank.logits, expected)
+        parity.check("logits", difference, noise_floor(expected), largest_difference(leak, rows[0]))
+        floor = noise_floor(gradients, again, measure=relative_difference)
+        control = relative_difference(layer_gradients(leaking), gradients)
+        parity.check("gradients", relative_difference(rank.gradients, gradients), floor, control)

@@ -13,13 +13,13 @@ model then: also copies, and those that a wrapper or another library has changed
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from importlib.util import find_spec
+from itertools import pairwise
 from logging import getLogger
 from typing import Any
 
@@ -59,6 +59,7 @@ _LENGTH_STEP = 64  # the kernels compute chunks of about this many tokens anyway
 # What a step of such a chunk costs apart from its documents, in units of a document. Measured on an H200 with
 # the PyTorch operations that transformers falls back to; they run one after the other, and are small.
 _STEP_COST = {"cpu": 0.5, "cuda": 8.0}
+_EQUAL_CALLS = 4  # of a layer whose weights are gathered inside of it; more groups save little
 _CACHES = ("past_key_values", "past_key_value", "cache_params", "layer_past", "cache")
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _DENSE, _PADDING = 4, 2  # axes of a mask [B, 1, S, S], and of one [B, S]
@@ -108,21 +109,30 @@ class Documents:
         self._starts = self._sizes.cumsum(0) - self._sizes
         self._offset = torch.arange(len(self._visible)) - self._starts[self._owner]
         self.count = len(self._sizes)
+        self._in_groups: dict[int | None, _Calls] = {}
         self._in_one_row: dict[int, _Calls] = {}
 
-    @cached_property
-    def in_groups(self) -> _Calls:
-        """Calls for documents of similar length; shorter ones repeat their last token."""
-        groups: list[torch.Tensor] = []
-        start_of = torch.empty_like(self._sizes)
-        total = 0
-        for members, width in _group_by_length(self._sizes.tolist(), _STEP_COST.get(self.device.type, 8.0)):
-            of_group = torch.tensor(members)
-            steps = torch.minimum(torch.arange(width), self._sizes[of_group, None] - 1)
-            groups.append(self._visible[self._starts[of_group, None] + steps].to(self.device))
-            start_of[of_group] = total + torch.arange(len(members)) * width
-            total += len(members) * width
-        return _Calls(tuple(groups), self._source(start_of, total))
+    def in_groups(self, number: int | None = None) -> _Calls:
+        """Calls for documents of similar length; shorter ones repeat their last token.
+
+        With a ``number``, there are that many calls whatever the documents are; some may have no result.
+        """
+        if number not in self._in_groups:
+            groups: list[torch.Tensor] = []
+            start_of = torch.empty_like(self._sizes)
+            total = 0
+            step_cost = _STEP_COST.get(self.device.type, 8.0)
+            for members, width in _group_by_length(self._sizes.tolist(), step_cost, number):
+                of_group = torch.tensor(members)
+                steps = torch.minimum(torch.arange(width), self._sizes[of_group, None] - 1)
+                groups.append(self._visible[self._starts[of_group, None] + steps].to(self.device))
+                start_of[of_group] = total + torch.arange(len(members)) * width
+                total += len(members) * width
+            for _ in range(len(groups), number or 0):
+                groups.append(self._visible[:1, None].to(self.device))
+                total += 1
+            self._in_groups[number] = _Calls(tuple(groups), self._source(start_of, total))
+        return self._in_groups[number]
 
     def in_one_row(self, gap: int) -> _Calls:
         """One call for all documents, with this many rows of zeros after each."""
@@ -177,10 +187,13 @@ class Documents:
         return torch.cat(flat)[calls.source].view(self.rows, self.length, *first.shape[2:])
 
 
-def _group_by_length(sizes: Sequence[int], step_cost: float) -> list[tuple[list[int], int]]:
+def _group_by_length(
+    sizes: Sequence[int], step_cost: float, most: int | None = None
+) -> list[tuple[list[int], int]]:
     """Return groups of documents of similar length that cost least, each with its longest length.
 
-    A group of ``n`` documents costs ``n + step_cost`` for each step of its longest one.
+    A group of ``n`` documents costs ``n + step_cost`` for each step of its longest one. If there are more
+    than ``most`` groups, neighbours are joined.
     """
     order = sorted(range(len(sizes)), key=lambda number: -sizes[number])
     steps = np.array([-(-sizes[number] // _LENGTH_STEP) for number in order])
@@ -197,7 +210,12 @@ def _group_by_length(sizes: Sequence[int], step_cost: float) -> list[tuple[list[
         members = order[firsts[begin[last]] : ends[last - 1]]
         groups.append((members, sizes[members[0]]))
         last = int(begin[last])
-    return groups[::-1]
+    groups.reverse()
+    while most is not None and len(groups) > most:
+        added = [(left[1] - right[1]) * len(right[0]) for left, right in pairwise(groups)]
+        index = int(np.argmin(added))
+        groups[index : index + 2] = [(groups[index][0] + groups[index + 1][0], groups[index][1])]
+    return groups
 
 
 def document_numbers(inputs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -292,7 +310,6 @@ class DocumentBounds:
         )
         self.documents: Documents | None = None
         self._running = self._was_packed = False
-        self._with_whole_weights: set[int] = set()
         self._changed: list[tuple[Any, str, Any]] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -307,7 +324,6 @@ class DocumentBounds:
             return None
         self.documents = Documents(numbers)
         layers = self.bind_layers(decoder)
-        self._check_weights(layers)
         self._keep_for_checkpoints(decoder, layers, self.documents)
         return arguments, {**options, "use_cache": False} if self.takes_use_cache else options
 
@@ -353,18 +369,6 @@ class DocumentBounds:
             setting="gradient_checkpointing",
         )
 
-    def _check_weights(self, layers: Mapping[str, torch.nn.Module]) -> None:
-        """Raise if weights inside of a layer are gathered at each call.
-
-        The number of calls depends on the documents of a rank, so the ranks would wait for each other.
-        """
-        for name, layer in layers.items():
-            if id(layer) in self._with_whole_weights:
-                continue
-            if reason := next(_gathered_parts(name, layer), ""):
-                raise ConfigError(reason, setting="model")
-            self._with_whole_weights.add(id(layer))
-
     def _keep_for_checkpoints(
         self, decoder: torch.nn.Module, layers: Mapping[str, torch.nn.Module], documents: Documents
     ) -> None:
@@ -384,26 +388,15 @@ class DocumentBounds:
                     setattr(module, name, partial(_checkpoint, function, self, documents))
 
 
-def _gathered_parts(name: str, layer: torch.nn.Module) -> Iterator[str]:
-    """Yield why ranks would wait for each other inside of a layer, and what to do."""
-    kind = type(layer).__name__
-    calls = (
-        f"ranks call {name} ({kind}) of the model as often as they have groups of documents of similar length"
-    )
-    for part, module in layer.named_modules():
-        if module is not layer and isinstance(module, _fsdp_classes()):
-            what = f"but FSDP gathers the weights of {part} from all ranks at each call"
-            yield f"{calls}, {what}. Wrap {kind} or its decoder layer as a whole instead"
-    deepspeed = sys.modules.get("deepspeed")
+def _gathers_inside(layer: torch.nn.Module) -> bool:
+    """Whether ranks gather weights at each call of a module inside of a layer, for which they wait.
+
+    Then all ranks must call it equally often, whatever their documents are.
+    """
     # DeepSpeed has no public name for whether ZeRO-3 shards a weight.
-    if deepspeed is None or not any(hasattr(weight, "ds_id") for weight in layer.parameters()):
-        return
-    if not deepspeed.utils.z3_leaf_module(layer):
-        what = "but ZeRO-3 gathers the weights inside of it from all ranks at each call"
-        remedy = (
-            f"before DeepSpeed wraps the model, or deepspeed.utils.set_z3_leaf_modules(model, [{kind!r}])"
-        )
-        yield f"{calls}, {what}. Call packhorse.prepare(model) {remedy}"
+    if any(hasattr(weight, "ds_id") for weight in layer.parameters()):
+        return True
+    return any(module is not layer and isinstance(module, _fsdp_classes()) for module in layer.modules())
 
 
 @cache
@@ -458,16 +451,19 @@ def _by_document(
         for name, value in options.items()
         if name not in _BOUNDARIES
     }
+    gathers = _gathers_inside(layer)
+    names: tuple[str, ...] = ()
+    if bounds.mode == BOUNDARIES and documents.count > 1 and not gathers:
+        names = boundary_arguments(layer)
     bounds.documents = None  # layers with state inside of this one get whole documents
     try:
-        names = boundary_arguments(layer) if bounds.mode == BOUNDARIES and documents.count > 1 else ()
         if names:
             calls = documents.in_one_row(_zero_rows(layer, names))
             run = partial(_run_calls, forward, documents, calls, arguments)
             passed = options | {name: calls.boundaries[name] for name in names}
             if _keeps_apart(layer, bounds, calls, partial(run, passed)):
                 return documents.join(run(passed), calls)
-        calls = documents.in_groups
+        calls = documents.in_groups(_EQUAL_CALLS if gathers else None)
         return documents.join(_run_calls(forward, documents, calls, arguments, options), calls)
     finally:
         bounds.documents = documents
@@ -668,8 +664,6 @@ def install(
     bounds.classes = tuple(dict.fromkeys((*bounds.classes, *classes)))
     bounds.bind_layers(decoder)
     kinds = {type(layer).__name__: layer for layer in layers.values()}
-    if "deepspeed" in sys.modules:  # ZeRO-3 then gathers the weights of a layer once, see _gathered_parts
-        sys.modules["deepspeed"].utils.set_z3_leaf_modules(model, list(kinds), raise_if_not_found=False)
     counts = Counter(type(layer).__name__ for layer in layers.values())
     return {
         name: (counts[name], mode if boundary_arguments(layer) else PER_DOCUMENT)
