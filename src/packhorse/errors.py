@@ -203,11 +203,14 @@ def suggest(name: object, choices: Iterable[str], other_names: Mapping[str, str]
         choices: what is known.
         other_names: other names of some choices.
     """
-    text, others = str(name), other_names or {}
-    known = [*choices, *others]
+    text, others = str(name).lower(), other_names or {}
+    known = {choice.lower(): choice for choice in (*others, *choices)}
     longer = [choice for choice in known if len(text) > 2 and choice.startswith(text)]
     close = get_close_matches(text, known, 1) or longer[:1]
-    return f" (did you mean {others.get(close[0], close[0])!r}?)" if close else ""
+    if not close:
+        return ""
+    choice = known[close[0]]
+    return f" (did you mean {others.get(choice, choice)!r}?)"
 
 
 def list_some(values: Iterable[object], most: int, separator: str = ", ") -> str:

@@ -25,7 +25,9 @@ FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 NAMES = tuple(dict.fromkeys([*ATTENTION[:2], *FLASH, *ATTENTION[2:]]))
 
 _HUB_KERNEL = re.compile(r"[^/:|\s]+/[^/:|\s]+(:[^/:|\s]+)?")
-_PAGED = "paged|"
+PAGED = "paged|"
+"""How names of attention for generation begin."""
+
 _declared: dict[str, str] = {}
 
 
@@ -50,7 +52,7 @@ def declare_batch_format(attn_implementation: str, batch_format: str) -> None:
     if batch_format not in ATTENTION:
         expected = f"expected one of {', '.join(ATTENTION)}{suggest(batch_format, ATTENTION)}"
         raise ConfigError.of("batch_format", batch_format, expected)
-    if attn_implementation in NAMES or attn_implementation.startswith(_PAGED):
+    if attn_implementation in NAMES or attn_implementation.startswith(PAGED):
         why = "it is a name of transformers: register the function with a name of its own"
         raise ConfigError.of("attn_implementation", attn_implementation, why)
     if attn_implementation not in require("transformers", "train").AttentionInterface():
@@ -100,7 +102,9 @@ def batch_format_of(attn_implementation: str, also: tuple[str, ...] = ()) -> str
     known = find_batch_format(attn_implementation)
     if known is not None:
         return known
-    if attn_implementation.startswith(_PAGED):
+    if attn_implementation == "auto" and "auto" not in also:
+        why = "leave it out: the default is the model's, which packhorse.prepare(model) sets"
+    elif attn_implementation.startswith(PAGED):
         why = f"it is for generation; packs can be collated for one of {', '.join(NAMES)}"
     elif attn_implementation in _registered_functions() or is_hub_kernel(attn_implementation):
         why = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import http.client
 import inspect
+import json
 import os
 import re
 import ssl
@@ -420,12 +421,29 @@ def open_processor(path: str, trust_remote_code: bool = False) -> Any:
         hint = f"; {_torchvision_hint()}" if broken else ""
         if "trust_remote_code" in str(error):
             hint = "; read its code, then allow it with trust_remote_code=True"
+        elif names := _processor_class_without_files(path):
+            hint = (
+                f'; its tokenizer_config.json has "processor_class": "{names}", but files of that processor '
+                "are missing: save that processor there, or remove that line if the data has no media"
+            )
         detail = f"processor {path}: {what} ({why}){hint}"
         raise ConfigError(detail, setting="processor", value=path, path=path if here else "") from error
     if getattr(opened, "chat_template", "") is None:
         # Some classes (Phi-4) leave it with the tokenizer, and then do not find it.
         opened.chat_template = getattr(tokenizer_of(opened), "chat_template", None)
     return opened
+
+
+def _processor_class_without_files(path: str) -> str:
+    """Return the processor that a folder of a tokenizer names, if its files are not there."""
+    files = (os.path.join(path, name) for name in ("preprocessor_config.json", "processor_config.json"))
+    if any(map(os.path.exists, files)):
+        return ""
+    try:
+        with open(os.path.join(path, "tokenizer_config.json"), "rb") as file:
+            return str(json.load(file).get("processor_class") or "")
+    except (OSError, ValueError):
+        return ""
 
 
 def _torchvision_hint() -> str:

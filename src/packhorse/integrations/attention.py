@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from packhorse.collate.batch_formats import CONTIGUOUS, FLASH, batch_format_of, is_hub_kernel
+from packhorse.collate.batch_formats import CONTIGUOUS, FLASH, PAGED, batch_format_of, is_hub_kernel
 from packhorse.collate.batch_formats import declare_batch_format as declare_batch_format
 from packhorse.errors import ConfigError, require, suggest
 from packhorse.families import FAMILIES
@@ -47,7 +47,8 @@ def check_attention(attn_implementation: str) -> str:
     """
     transformers: Any = require("transformers", "train")
     register_varlen()
-    known = {"eager", *transformers.AttentionInterface()}
+    registered = {"eager", *transformers.AttentionInterface()}
+    known = {name for name in registered if not name.startswith(PAGED)}
     if attn_implementation in FLASH and attn_implementation not in installed_flash():
         return _load_kernel(_substitute_kernel(attn_implementation))
     if attn_implementation in known:
@@ -260,9 +261,9 @@ def _backend_problems(info: AttentionInfo, backend: str, batch_format: str) -> I
         what = f"that is {info.own}" if info.own else 'build it with attn_implementation="eager"'
         yield f"the model's class runs the attention that it was built with alone: {what}"
     if flash and (info.device == "cpu" or (backend in FLASH and not gpu)):
-        yield f"there is none on {info.device}"
+        yield f"flash attention runs on a GPU alone, not on {info.device}: use 'varlen' or 'sdpa'"
     if backend == "flex_attention" and not gpu:
-        yield f"it has no backward pass on {info.device}"
+        yield f"it has no backward pass on {info.device}: use 'sdpa' or 'varlen'"
     if (varlen or flash) and gpu:
         if info.dtype not in (torch.float16, torch.bfloat16):
             dtype = str(info.dtype).removeprefix("torch.")
@@ -274,7 +275,7 @@ def _backend_problems(info: AttentionInfo, backend: str, batch_format: str) -> I
         if backend == "flash_attention_4" and info.capability is not None and info.capability < _HOPPER:
             yield "its kernel needs a GPU of compute capability 9.0 (Hopper) or later"
     if batch_format in CONTIGUOUS and info.no_boundaries:
-        yield info.no_boundaries
+        yield f"it takes the boundaries of documents, and {info.no_boundaries}"
     if batch_format in CONTIGUOUS and info.bidirectional:
         yield "it is causal, and images of this model attend in both directions"
     if info.sinks and (

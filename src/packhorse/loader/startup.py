@@ -318,7 +318,8 @@ def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
         if model.config is not None:
             raise ConfigError(
                 f"{model.name} has no get_rope_index, but models of the processor's family {family.name} "
-                "have positions in three rows (mRoPE): pass the whole model that belongs to the processor",
+                "have positions in three rows (mRoPE): pass the whole model that belongs to the processor, "
+                "or processor.tokenizer if the data has no media",
                 setting="model",
                 value=model.name,
             )

@@ -162,6 +162,17 @@ def test_a_broken_file_of_a_processor_is_one_line(
     assert f"processor {folder}: cannot be opened (" in error_line(["plan", meta, "--processor", folder])
 
 
+def test_a_folder_of_a_tokenizer_that_names_a_processor_says_so(tmp_path: Path, saved: str) -> None:
+    meta, folder = write_chats(tmp_path / "data", 3), tmp_path / "model"
+    folder.mkdir()
+    settings = json.loads((Path(saved) / "tokenizer_config.json").read_text())
+    shutil.copy(Path(saved) / "tokenizer.json", folder)
+    settings["processor_class"] = "Qwen3VLProcessor"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    line = error_line(["plan", meta, "--processor", str(folder)])
+    assert '"processor_class": "Qwen3VLProcessor", but files of that processor are missing' in line
+
+
 @pytest.fixture
 def closed_port() -> Iterator[int]:
     """A port on which nothing listens, and that no other process takes."""

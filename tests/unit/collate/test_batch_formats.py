@@ -152,3 +152,12 @@ def test_a_missing_package_is_named_with_its_install_line(name: str, install: st
         pytest.skip("the package kernels is installed")
     with raises_config("attn_implementation", name, match=install):
         check_attention(name)
+
+
+def test_an_attention_for_generation_and_auto_are_rejected_with_what_to_do() -> None:
+    with raises_config("attn_implementation", "paged|eager", match="expected one of (?!.*paged)"):
+        check_attention("paged|eager")
+    with raises_config("attn_implementation", "auto", match=r"leave it out.*packhorse\.prepare\(model\)"):
+        batch_format_of("auto", ("None",))
+    with raises_config("attn_implementation", "SDPA", match="did you mean 'sdpa'"):
+        batch_format_of("SDPA")

@@ -103,8 +103,8 @@ def test_auto_takes_the_fastest_backend_that_is_right(info: AttentionInfo, expec
         (gpu(kernels=True, bidirectional=True), "kernels-community/flash-attn2", "both directions"),
         (gpu(kernels=True, dtype=torch.float32), "kernels-community/vllm-flash-attn3", "bfloat16"),
         (gpu(kernels=True, capability=(8, 0)), "flash_attention_4", "Hopper"),
-        (AttentionInfo("cpu", kernels=True), "kernels-community/flash-attn2", "none on cpu"),
-        (AttentionInfo("mps"), "flash_attention_3", "none on mps"),
+        (AttentionInfo("cpu", kernels=True), "kernels-community/flash-attn2", "not on cpu"),
+        (AttentionInfo("mps"), "flash_attention_3", "not on mps"),
     ],
 )
 def test_other_flash_attentions_are_rejected_where_they_are_wrong(

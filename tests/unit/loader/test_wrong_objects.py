@@ -123,7 +123,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
     "a model without mRoPE for a processor with it": (
         "model",
         lambda folder: text_model(),
-        ("Qwen2ForCausalLM has no get_rope_index", "mRoPE"),
+        ("Qwen2ForCausalLM has no get_rope_index", "mRoPE", "processor.tokenizer if the data has no media"),
     ),
     "a folder": (
         "data",
