@@ -11,11 +11,14 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from packhorse.errors import require
@@ -24,19 +27,22 @@ from packhorse.families.packing import layer_kinds
 from packhorse.families.stateful import install, layers_of
 from packhorse.families.tiny import tiny_settings
 from packhorse.families.varlen import VARLEN, register_varlen
-from packhorse.utils.files import build_once, digest
+from packhorse.utils.files import cache_folder, cache_lock, digest, write_atomic
 
 logger = logging.getLogger("packhorse.families.probe")
 
 _LENGTHS = ((40, 24), (24, 40), (7, 57))  # of document 1 and document 2; the first finds the layers
 _FIRST, _SECOND = _LENGTHS[0]
 _MOST_WEIGHTS = 50_000_000
-_VERSION = 3  # of the probe: cached results of another one are not used
+_VERSION = 4  # of the probe: cached results of another one are not used
 _FACTOR = 4  # what is allowed, in units of the noise floor
 _CONTROL = 20  # a leaking mask changes at least this many times what is allowed
 _ROUNDS = 3  # state may be carried by a layer and by another that contains it
 _STATE_WEIGHTS = frozenset({"A_log", "dt_bias", "time_decay"})
 _UNITS = 8  # the least noise floor, in units of rounding
+_VERSIONED = frozenset(
+    {"transformers", "torch", "builtins"}
+)  # packages whose version says what their code is
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,8 @@ class Probe:
         unhandled: as ``leak``, without calling layers document by document.
         varlen: why packed rows are wrong with attention that takes the boundaries of documents instead of a
             mask; empty if they are right.
+        complete: whether nothing failed. What fails may do so because of this machine, as for lack of memory
+            or of a package.
     """
 
     layers: tuple[str, ...] = ()
@@ -65,68 +73,158 @@ class Probe:
     control: float = 0.0
     unhandled: float = 0.0
     varlen: str = ""
+    complete: bool = True
 
 
 def probe(model_class: Any, config: Any) -> Probe:
-    """Return what a tiny copy of a model does; measured once for each class, version and kind of config."""
+    """Return what a tiny copy of a model does; measured once for each class and kind of config.
+
+    Complete results for classes of transformers are kept on disk for its version. Other code has no version,
+    so it is measured in every process.
+    """
     settings = tiny_settings(config.to_dict())
-    key = digest(
-        str(_VERSION),
-        require("transformers", "train").__version__,
-        torch.__version__,
-        f"{model_class.__module__}.{model_class.__qualname__}",
-        _source(model_class),
-        json.dumps(settings, sort_keys=True, default=str),
-    )
+    text = json.dumps(settings, sort_keys=True, default=str)
+    key = (model_class, type(config), text)
     if key not in _RESULTS:
-        logger.info("measuring on a tiny copy whether %s can be packed", model_class.__name__)
-
-        def write(file: Any) -> None:
-            file.write(json.dumps(asdict(measure(model_class, config, settings))).encode())
-
-        found = json.loads(build_once(f"probe-{key}.json", write).read_bytes())
-        _RESULTS[key] = Probe(**{**found, "layers": tuple(found["layers"])})
+        if _is_of_transformers(model_class, config, settings):
+            name = f"{model_class.__module__}.{model_class.__qualname__}"
+            versions = (str(_VERSION), require("transformers", "train").__version__, torch.__version__)
+            _RESULTS[key] = _load_or_measure(digest(*versions, name, text), model_class, config, settings)
+        else:
+            _RESULTS[key] = measure(model_class, config, settings)
     return _RESULTS[key]
 
 
-_RESULTS: dict[str, Probe] = {}
+_RESULTS: dict[tuple[type, type, str], Probe] = {}
 
 
-def _source(model_class: type) -> str:
-    """Return the source of a class that is not of transformers: such code has no version."""
-    if model_class.__module__.startswith("transformers."):
-        return ""
+def _load_or_measure(key: str, model_class: Any, config: Any, settings: Mapping[str, Any]) -> Probe:
+    """Return the result in the cache, or measure and keep it; of several processes one measures."""
+    name = f"probe-{key}.json"
+    path = cache_folder() / name
+    with cache_lock(name):
+        if (result := _load(path)) is not None:
+            return result
+        result = measure(model_class, config, settings)
+        if result.complete:
+            content = json.dumps(asdict(result)).encode()
+            try:
+                write_atomic(path, lambda file: file.write(content))
+            except OSError as error:
+                logger.warning("%s cannot be written (%s), so every process measures", path, error)
+        return result
+
+
+def _load(path: Path) -> Probe | None:
+    """Return the result in a file; None if there is no file, or it is damaged."""
     try:
-        return inspect.getsource(inspect.getmodule(model_class) or model_class)
-    except (OSError, TypeError):  # defined in an interactive session
-        return repr(model_class) + str(id(model_class))
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be read (%s): measuring again", path, error)
+        return None
+    types = {field.name: list if field.name == "layers" else type(field.default) for field in fields(Probe)}
+    if not isinstance(content, dict) or {key: type(value) for key, value in content.items()} != types:
+        logger.warning("%s is damaged: measuring again", path)
+        return None
+    return Probe(**{**content, "layers": tuple(content["layers"])})
+
+
+def _is_of_transformers(model_class: Any, config: Any, settings: Mapping[str, Any]) -> bool:
+    """Whether all code of a model is of transformers: of layers too, which may be registered or replaced."""
+    try:
+        with _default_state():
+            outline = _build_outline(model_class, _tiny_config(config, settings))
+    except _CannotBuild:
+        return False
+    classes = {type(module) for module in outline.modules()}.union(_config_classes(config))
+    packages = {base.__module__.partition(".")[0] for kind in classes for base in kind.__mro__}
+    return packages <= _VERSIONED
+
+
+def _config_classes(config: Any) -> Iterator[type]:
+    """Yield the classes of a config and of the configs in it."""
+    yield type(config)
+    for value in vars(config).values():
+        if hasattr(value, "get_text_config"):
+            yield from _config_classes(value)
 
 
 def measure(model_class: Any, config: Any, settings: Mapping[str, Any] | None = None) -> Probe:
-    """Build a tiny copy of a model with random weights, and measure it."""
+    """Build a tiny copy of a model with random weights, and measure it on the CPU in float32."""
+    logger.info("measuring on a tiny copy whether %s can be packed", model_class.__name__)
     settings = tiny_settings(config.to_dict()) if settings is None else settings
-    with _random_numbers():
-        model, problem = _try(lambda: _build(model_class, config, settings))
-        if problem:
-            return Probe(problem=f"a tiny copy of it cannot be built ({problem})")
-        return _measure(_Rows(model))
+    with _default_state():
+        try:
+            tiny = _tiny_config(config, settings)
+            _build_outline(model_class, tiny)
+            return _measure(_Rows(_build(model_class, tiny)))
+        except _CannotBuild as error:
+            return Probe(problem=f"a tiny copy of it cannot be built ({error})", complete=False)
+        except _CannotRun as error:
+            return Probe(problem=f"a tiny copy of it cannot be run ({error})", complete=False)
+
+
+class _CannotBuild(Exception):
+    """A tiny copy cannot be built; the message is the reason."""
+
+
+class _CannotRun(Exception):
+    """A tiny copy cannot be run, or does not return logits for each token; the message is the reason."""
+
+
+@contextmanager
+def _code_of_model(failure: type[_CannotBuild | _CannotRun]) -> Iterator[None]:
+    """Turn what the code of a model raises into one kind of exception."""
+    try:
+        yield
+    # Code of any model, with sizes that may not fit together, raises anything at all; the user sees it.
+    except Exception as error:
+        raise failure(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from error
+
+
+@contextmanager
+def _default_state() -> Iterator[None]:
+    """Compute on the CPU in float32, without gradients and autocast, with random numbers that are fixed.
+
+    The defaults of the process and its random numbers are those of the user again afterwards.
+    """
+    dtype, numbers, legacy_numbers = torch.get_default_dtype(), random.getstate(), np.random.get_state()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=()),
+        ):
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the user's GPUs as well
+            random.seed(0)
+            np.random.seed(0)
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        random.setstate(numbers)
+        np.random.set_state(legacy_numbers)
 
 
 def _measure(rows: _Rows) -> Probe:
-    before, problem = _try(rows.compare)
-    if problem:
+    try:
+        before = rows.compare()
+    except _CannotRun as error:
         # Models without attention reject the mask of packed rows, which their layers do not need.
         layers = _layers_with_state(rows.model)
         if not layers:
-            return Probe(problem=f"a tiny copy of it cannot be run ({problem})")
-        return _measure_separated(rows, layers, {}, f"a packed row cannot be run ({problem})")
+            raise
+        return _measure_separated(rows, layers, {}, f"a packed row cannot be run ({error})")
     if before.control <= _CONTROL * before.allowed:
         why = f"a mask that leaks changes it by {before.control:.1e}, rounding by {before.floor:.1e}"
-        return Probe(problem=f"a tiny copy of it shows nothing: {why}", floor=before.floor)
+        return Probe(problem=f"a tiny copy of it shows nothing: {why}", floor=before.floor, complete=False)
     numbers: dict[str, Any] = {"floor": before.floor, "control": before.control, "unhandled": before.leak}
     if before.ok:
-        varlen = _varlen_problem(rows)
-        return Probe(leak=before.leak, difference=before.difference, varlen=varlen, **numbers)
+        return Probe(leak=before.leak, difference=before.difference, **_measure_varlen(rows), **numbers)
     numbers |= {"leak": before.leak, "difference": before.difference}
     what = f"document 2 of a pack changes by {before.leak:.1e} when document 1 is replaced"
     if before.leak <= before.allowed:
@@ -140,51 +238,37 @@ def _measure_separated(rows: _Rows, layers: tuple[str, ...], numbers: dict[str, 
     """Measure with these layers, and those that contain them if need be, called document by document."""
     for _ in range(_ROUNDS):
         install(rows.model, layers)
-        after, problem = _try(rows.compare)
-        if problem:
+        try:
+            after = rows.compare()
+        except _CannotRun as error:
             names = ", ".join(layers)
-            why = f"{what}: {names} cannot be called document by document ({problem})"
-            return Probe(problem=why, wrong=bool(numbers), **numbers)
+            why = f"{what}: {names} cannot be called document by document ({error})"
+            return Probe(problem=why, wrong=bool(numbers), complete=False, **numbers)
         numbers = {"floor": after.floor, "control": after.control} | numbers
         numbers |= {"leak": after.leak, "difference": after.difference}
-        more = () if after.ok else rows.leaking_layers(after.allowed)
-        if not more:
+        others = () if after.ok else rows.leaking_layers(after.allowed)
+        if not others:
             break
-        layers = _outermost(rows.model, (*layers, *more))
+        layers = _outermost(rows.model, (*layers, *others))
     if after.ok:
-        return Probe(layers, varlen=_varlen_problem(rows), **numbers)
+        return Probe(layers, **_measure_varlen(rows), **numbers)
     remains = max(after.leak, after.difference)
     why = f"{what}; with {', '.join(layers)} called document by document, by {remains:.1e}"
     return Probe(problem=why, wrong=True, **numbers)
 
 
-def _varlen_problem(rows: _Rows) -> str:
-    """Return why packed rows are wrong with attention that takes the boundaries of documents."""
+def _measure_varlen(rows: _Rows) -> dict[str, Any]:
+    """Return the fields of a result for attention that takes the boundaries of documents."""
     register_varlen()
     set_attention(rows.model, VARLEN)
-    found, problem = _try(rows.compare)
-    if problem:
-        return f"a tiny copy of it cannot be run ({problem})"
-    if found.ok:
-        return ""
-    return f"document 2 of a pack differs from document 2 alone by {max(found.leak, found.difference):.1e}"
-
-
-def _try(function: Callable[[], Any]) -> tuple[Any, str]:
-    """Return what a function returns, or why it fails."""
     try:
-        return function(), ""
-    # Code of any model, with sizes that may not fit together, raises anything at all; the user sees it.
-    except Exception as error:  # noqa: BLE001
-        return None, " ".join(f"{type(error).__name__}: {error}".split())[:200]
-
-
-@contextmanager
-def _random_numbers() -> Iterator[None]:
-    """Let random numbers begin with a seed; those of the user go on afterwards."""
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        yield
+        result = rows.compare()
+    except _CannotRun as error:
+        return {"varlen": f"a tiny copy of it cannot be run ({error})", "complete": False}
+    if result.ok:
+        return {}
+    remains = max(result.leak, result.difference)
+    return {"varlen": f"document 2 of a pack differs from document 2 alone by {remains:.1e}"}
 
 
 def _layers_with_state(model: Any) -> tuple[str, ...]:
@@ -209,21 +293,31 @@ def _outermost(model: Any, classes: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(outer))
 
 
-def _build(model_class: Any, config: Any, settings: Mapping[str, Any]) -> Any:
-    tiny = type(config).from_dict(dict(settings))
-    text = text_config(tiny)
-    if lacking := layer_kinds(text_config(config)).keys() - layer_kinds(text).keys():
-        raise ValueError(f"it has no layer of kind {', '.join(sorted(lacking))}")
-    with torch.device("meta"):
-        weights = sum(weight.numel() for weight in model_class(tiny).parameters())
+def _tiny_config(config: Any, settings: Mapping[str, Any]) -> Any:
+    with _code_of_model(_CannotBuild):
+        tiny = type(config).from_dict(dict(settings))
+    if lacking := layer_kinds(text_config(config)).keys() - layer_kinds(text_config(tiny)).keys():
+        raise _CannotBuild(f"it has no layer of kind {', '.join(sorted(lacking))}")
+    return tiny
+
+
+def _build_outline(model_class: Any, tiny: Any) -> Any:
+    """Build a tiny copy without weights."""
+    with _code_of_model(_CannotBuild), torch.device("meta"):
+        outline = model_class(tiny)
+    weights = sum(weight.numel() for weight in outline.parameters())
     if weights > _MOST_WEIGHTS:
-        raise ValueError(f"it has {weights:,} weights, more than {_MOST_WEIGHTS:,}")
+        raise _CannotBuild(f"it has {weights:,} weights, more than {_MOST_WEIGHTS:,}")
+    return outline
+
+
+def _build(model_class: Any, tiny: Any) -> Any:
     set_attention(tiny, "sdpa" if supports_sdpa(model_class) else "eager")
-    model = model_class(tiny).float().eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            # Also those that begin as zeros or ones, after which a difference would hide.
-            weight.add_(0.1 * torch.randn(weight.shape))
+    with _code_of_model(_CannotBuild):
+        model = model_class(tiny).float().eval()
+    for weight in model.parameters():
+        # Also those that begin as zeros or ones, after which a difference would hide.
+        weight.add_(0.1 * torch.randn(weight.shape))
     return model
 
 
@@ -283,17 +377,22 @@ class _Rows:
         return {"attention_mask": mask[None, None]}
 
     def _logits(self, **inputs: Any) -> torch.Tensor:
+        shape = inputs["input_ids"].shape
         if not self.takes_positions:
             del inputs["position_ids"]
-        with torch.no_grad():
-            logits: torch.Tensor = self.model(**inputs, use_cache=False).logits
+        with _code_of_model(_CannotRun):
+            logits = self.model(**inputs, use_cache=False).logits
+        if not isinstance(logits, torch.Tensor) or logits.shape[:2] != shape:
+            sizes = list(getattr(logits, "shape", ()))
+            raise _CannotRun(f"its logits {sizes} are not those of its tokens {list(shape)}")
         return logits
 
     def compare(self) -> _Comparison:
         """Compare document 2 in a row with itself after another document, and alone."""
-        found = [self._compare(lengths) for lengths in _LENGTHS]
-        worst = {name: max(getattr(one, name) for one in found) for name in ("leak", "difference", "floor")}
-        return _Comparison(**worst, control=min(one.control for one in found))
+        results = [self._compare(lengths) for lengths in _LENGTHS]
+        names = ("leak", "difference", "floor")
+        worst = {name: max(getattr(result, name) for result in results) for name in names}
+        return _Comparison(**worst, control=min(result.control for result in results))
 
     def _compare(self, lengths: tuple[int, int]) -> _Comparison:
         second = self.documents[2][:, : lengths[1]]
