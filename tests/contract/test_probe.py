@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from packhorse.families import probe as probe_module
 from packhorse.families.probe import measure, probe
@@ -229,6 +227,30 @@ def test_random_numbers_of_the_user_are_as_without_a_measurement() -> None:
             measure(model_class, LlamaConfig(**SMALL))
             assert draw() == expected
     assert measure(Random, LlamaConfig(**SMALL)) == measure(Random, LlamaConfig(**SMALL))
+
+
+def test_kernels_that_need_a_gpu_are_not_measured() -> None:
+    """The structure of a model is measured, on the CPU, whatever is installed for its layers."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here / "kernels" / "gpu"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, here / "probe_work.py"]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert run.returncode == 0, run.stderr[-3000:]
+    result = json.loads(run.stdout)
+    restored, fast = result.pop("restored"), result.pop("fast")
+    assert {name: measured["layers"] for name, measured in result.items()} == {
+        "kimi_linear": ["KimiLinearDeltaAttention"],
+        "zamba": ["ZambaMambaMixer"],
+        "jamba": ["JambaMambaMixer"],
+        "mamba2": ["Mamba2Mixer"],
+        "subclass": ["Qwen3_5GatedDeltaNet"],
+        "installed": ["Convolution"],
+        "lazy": ["LazyConvolution"],
+        "module": ["Lfm2ShortConv"],
+    }
+    assert not any(measured["problem"] for measured in result.values())
+    assert restored == ["wrapper", "module", "function"], "the model itself runs the kernels"
+    assert fast is True
 
 
 # What a measurement reports.

@@ -12,10 +12,12 @@ import inspect
 import json
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,7 @@ _UNITS = 8  # the least noise floor, in units of rounding
 _VERSIONED = frozenset(
     {"transformers", "torch", "builtins"}
 )  # packages whose version says what their code is
+_KERNEL_PACKAGES = frozenset({"causal_conv1d", "fla", "mamba_ssm"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +161,9 @@ def measure(model_class: Any, config: Any, settings: Mapping[str, Any] | None = 
     with _default_state():
         try:
             tiny = _tiny_config(config, settings)
-            _build_outline(model_class, tiny)
-            return _measure(_Rows(_build(model_class, tiny)))
+            outline = _build_outline(model_class, tiny)
+            with _reference_functions(outline):
+                return _measure(_Rows(_build(model_class, tiny)))
         except _CannotBuild as error:
             return Probe(problem=f"a tiny copy of it cannot be built ({error})", complete=False)
         except _CannotRun as error:
@@ -319,6 +323,71 @@ def _build(model_class: Any, tiny: Any) -> Any:
         # Also those that begin as zeros or ones, after which a difference would hide.
         weight.add_(0.1 * torch.randn(weight.shape))
     return model
+
+
+@contextmanager
+def _reference_functions(model: Any) -> Iterator[None]:
+    """Let the modules of a model compute in PyTorch what kernels of other packages would compute on a GPU.
+
+    transformers has no public way to do without installed kernels: it chooses them when it is imported, or
+    when a model is built, for tensors on any device. So their names in the files of the model's classes get
+    the functions that transformers uses without these packages.
+    """
+    names = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+    names = {name for name in names if name.partition(".")[0] not in {"builtins", "torch", *_KERNEL_PACKAGES}}
+    files = [sys.modules[name] for name in names if name in sys.modules]
+    before: list[tuple[ModuleType, dict[str, Any]]] = []
+    try:
+        for file in files:
+            values = dict(vars(file))
+            references = {name: _reference(name, value) for name, value in values.items() if callable(value)}
+            references |= {"is_fast_path_available": False} if "is_fast_path_available" in values else {}
+            replaced = {name: value for name, value in references.items() if value is not values[name]}
+            # Versions of transformers that choose kernels for each model set other names meanwhile.
+            restored = values if file.__name__.startswith("transformers.models.") else dict.fromkeys(replaced)
+            before.append((file, {name: values[name] for name in restored}))
+            vars(file).update(replaced)
+        yield
+    finally:
+        for file, values in before:
+            vars(file).update(values)
+
+
+def _reference(name: str, value: Any) -> Any:
+    """Return the value of a global name where no package with kernels is installed."""
+    if name == "lazy_load_kernel":
+        return lambda kernel: None
+    if (wrapper := _kernel_wrapper(value)) is not None:
+        function = wrapper.__wrapped__
+        parameters = inspect.signature(function).parameters
+
+        def compute(*arguments: Any, **options: Any) -> Any:
+            # As transformers does: layers pass what only kernels take.
+            return function(*arguments, **{key: value for key, value in options.items() if key in parameters})
+
+        return compute
+    package = str(getattr(value, "__module__", "")).partition(".")[0]
+    return None if package in _KERNEL_PACKAGES and not name.endswith("_ref") else value
+
+
+def _kernel_wrapper(value: Any) -> Any | None:
+    """Return the function by which transformers calls a kernel or the PyTorch function of that name.
+
+    With the package ``kernels`` it is a module, whose forward pass calls the function.
+    """
+    if isinstance(value, torch.nn.Module):
+        cells = getattr(type(value).forward, "__closure__", None) or ()
+        return next((cell.cell_contents for cell in cells if _is_kernel_wrapper(cell.cell_contents)), None)
+    return value if _is_kernel_wrapper(value) else None
+
+
+def _is_kernel_wrapper(value: Any) -> bool:
+    # functools.wraps copies the name and the module of the function, but not its global names.
+    return (
+        isinstance(value, FunctionType)
+        and hasattr(value, "__wrapped__")
+        and value.__globals__.get("__name__") == "transformers.integrations.hub_kernels"
+    )
 
 
 @dataclass(frozen=True, slots=True)
