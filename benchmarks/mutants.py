@@ -244,8 +244,8 @@ MUTANTS = (
     Mutant(
         "recurrent models that list no layers are packed as they are",
         "families/packing.py",
-        "ours and not untested and (layers or not _may_carry_state(inner, config, text))",
-        "ours and not _may_carry_state(inner, config, text)",
+        "ours and not untested and _has_tested_layers(",
+        "ours and _has_tested_layers(",
         ("tests/contract/test_packable_types.py",),
     ),
     Mutant(

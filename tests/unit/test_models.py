@@ -1,7 +1,9 @@
 """Whether a model's packed rows are its samples: decided from a model, its config or its name alike."""
 
 import copy
+import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from count_samples import write_chats
 from loader_samples import mixed_rows, texts
 from packhorse.collate_fns import model_inputs
 from packhorse.datasets import PreTokenizedDatasetWrapper
+from packhorse.families import probe
 from packhorse.families.models import unwrap
 from packhorse.families.packing import check_packable, inspect_packing, packing_problems
 from packhorse.families.qwen_vl import mrope_position_ids, rope_index
@@ -100,6 +103,84 @@ def test_every_tested_family_is_accepted_as_model_and_as_config(name: str) -> No
     model = tiny_model(name)
     assert packing_problems(model) == ()
     assert packing_problems(model.config) == ()
+
+
+class Recurrence(torch.nn.Module):
+    """Takes the place of the attention of a layer."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
+        return self.layer(hidden_states)[0], None
+
+
+class Decay(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log = torch.nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "layer", [torch.nn.GRU(32, 32), torch.nn.LSTMCell(32, 32), torch.nn.Conv1d(32, 32, 3), Decay()]
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_recurrence_in_a_model_of_a_tested_type_is_rejected_with_its_name(
+    layer: Any, wrapped: bool
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    for model in (decoder(), hybrid()):
+        model.model.layers[1].self_attn = Recurrence(layer)
+        given = get_peft_model(model, LoraConfig(target_modules=["w1", "up_proj"])) if wrapped else model
+        (why,) = packing_problems(given)
+        name = rf"{type(model).__name__}: model\.layers\.1\.self_attn\.layer \({type(layer).__name__}\)"
+        assert re.match(f"{name} carries state along the row", why)
+        assert "packhorse parity --model" in why
+        for rejects in (
+            lambda given=given: packhorse.prepare(given, device="cpu"),
+            lambda given=given: check_packable(given),
+        ):
+            with raises_config("model", match=name):
+                rejects()
+
+
+def test_a_convolution_of_single_tokens_is_no_recurrence() -> None:
+    model = decoder()
+    model.model.layers[1].mlp = torch.nn.Conv1d(32, 32, 1)
+    assert packing_problems(model) == ()
+
+
+@pytest.fixture
+def renamed_layer(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of LFM2's convolution in another version of transformers."""
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+    monkeypatch.setattr(probe, "_RESULTS", {})
+    Lfm2ShortConv.__name__ = "Lfm2Convolution"
+    yield "Lfm2Convolution"
+    Lfm2ShortConv.__name__ = "Lfm2ShortConv"
+
+
+def test_layers_that_are_renamed_in_another_version_are_found_by_measuring(renamed_layer: str) -> None:
+    model = hybrid()
+    for given in (model, model.config):
+        packing = inspect_packing(given)
+        assert packing.layers == (renamed_layer,)
+        assert not packing.tested
+    with raises_config("model", match=renamed_layer):
+        check_packable(model)
+    packhorse.prepare(model, device="cpu")
+    check_packable(model)
+
+
+def test_a_model_of_a_hybrid_type_without_its_layers_is_measured() -> None:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    model = Lfm2ForCausalLM(Lfm2Config(**SMALL, layer_types=["full_attention"] * 2))
+    packing = inspect_packing(model)
+    assert (packing.problems, packing.layers, packing.tested) == ((), (), False)
 
 
 # Hybrid models leak until they are prepared, and every entry point notices.

@@ -8,10 +8,13 @@ called document by document (:mod:`.stateful`), which ``packhorse.prepare`` sets
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from packhorse.errors import ConfigError
 from packhorse.families.models import (
@@ -24,9 +27,6 @@ from packhorse.families.models import (
 )
 from packhorse.families.stateful import is_installed
 from packhorse.families.tiny import LAYER_LISTS
-
-if TYPE_CHECKING:
-    import torch
 
 # fmt: off
 _FAMILY_MODEL_TYPES = frozenset({
@@ -84,6 +84,11 @@ _MEASURABLE_LAYERS = _PROVEN_LAYERS | {
     "recurrent",
 }
 _MEDIA_INPUTS = ("pixel_values", "image", "video", "audio", "input_features", "protein")  # of forward passes
+STATE_WEIGHTS = frozenset({"A_log", "dt_bias", "time_decay"})
+"""Names of the weights of recurrences in transformers."""
+_RECURRENT = (torch.nn.RNNBase, torch.nn.RNNCellBase, torch.nn.Conv1d)  # a convolution unless of one token
+_NO_BOUNDARIES = "this model does not pass them on, or ignores them"
+_HINT = '; packhorse parity --model measures it with your data, and model="unchecked" goes without this check'
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +122,21 @@ def inspect_packing(model: object) -> Packing:
         ConfigError: it is no model.
     """
     inner, config = resolve_model(model)
-    problems = (*_problems(inner, config), *_problems_of_adapters(model))
+    text = text_config(config)
+    layers = STATEFUL_LAYERS.get(text.model_type, ())
+    modules = _inspect_modules(model, inner, config, layers)
+    problems = (*_problems(inner, config), *_problems_of_adapters(modules.adapters))
     if problems:
         return Packing(problems)
-    text = text_config(config)
     untested = [name for name in dict.fromkeys((config.model_type, text.model_type)) if name not in PACKABLE]
     model_class = class_of(inner) if inner is not None else model_classes(config)[0]
-    layers = STATEFUL_LAYERS.get(text.model_type, ())
     ours = model_class.__module__.startswith("transformers.")
-    if ours and not untested and (layers or not _may_carry_state(inner, config, text)):
+    if ours and not untested and _has_tested_layers(inner, config, layers, modules):
+        if inner is not None and modules.recurrent is not None:
+            name = next(name for name, module in inner.named_modules() if module is modules.recurrent)
+            kind = type(modules.recurrent).__name__
+            why = f"{name} ({kind}) carries state along the row, as no layer of the tested class does"
+            return Packing((f"{model_class.__name__}: {why}{_HINT}",), known=False)
         ignores = text.model_type in _IGNORE_BOUNDARIES
         return Packing(layers=layers, no_boundaries=_NO_BOUNDARIES if ignores else "")
     if odd := {kind: index for kind, index in layer_kinds(text).items() if kind not in _MEASURABLE_LAYERS}:
@@ -155,10 +166,6 @@ def _takes_media(model_class: type, config: ModelConfig) -> bool:
     """Whether a model takes media; Fuyu does without a part for them."""
     parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
     return bool(media_parts(config)) or any(name.startswith(_MEDIA_INPUTS) for name in parameters)
-
-
-_NO_BOUNDARIES = "this model does not pass them on, or ignores them"
-_HINT = '; packhorse parity --model measures it with your data, and model="unchecked" goes without this check'
 
 
 def packing_problems(model: object) -> tuple[str, ...]:
@@ -246,14 +253,96 @@ def _problems(model: torch.nn.Module | None, config: ModelConfig) -> Iterator[st
         yield "PaliGemma's question attends to itself bidirectionally, which packed batches have no mask for"
 
 
-def _may_carry_state(model: torch.nn.Module | None, config: ModelConfig, text: ModelConfig) -> bool:
+@dataclass(slots=True)
+class _Modules:
+    """The modules of a model, without those of its parts for media and those inside of known layers.
+
+    Attributes:
+        classes: their classes.
+        layers: names of classes of layers that carry state, of those that are known.
+        recurrent: another module that carries state.
+        adapters: configs of PEFT's adapters.
+    """
+
+    classes: set[type] = field(default_factory=set)
+    layers: set[str] = field(default_factory=set)
+    recurrent: torch.nn.Module | None = None
+    adapters: list[object] = field(default_factory=list)
+
+
+def _inspect_modules(
+    model: object, inner: torch.nn.Module | None, config: ModelConfig, layers: Sequence[str]
+) -> _Modules:
+    """Go once through the modules of a model, and those that wrap it: every batch is checked."""
+    result = _Modules()
+    towers = {type(getattr(config, name)) for name in media_parts(config)} - {
+        type(config),
+        type(text_config(config)),
+    }
+    plain: set[type] = set()  # classes whose modules have nothing but children
+    names: dict[type, str] = {}  # of layers that carry state, by class
+    seen: set[int] = set()
+    for root in (inner, model):
+        stack: list[Any] = [root] if isinstance(root, torch.nn.Module) else []
+        while stack:
+            module = stack.pop()
+            if module is None or id(module) in seen:
+                continue
+            seen.add(id(module))
+            # named_modules() and parameters() take five times as long: 10 ms for a large model with LoRA.
+            values, children, kind = vars(module), module._modules, type(module)
+            if kind not in plain:
+                if "peft_config" in values or hasattr(kind, "peft_config"):
+                    adapters = module.peft_config
+                    result.adapters.extend(adapters.values() if isinstance(adapters, dict) else ())
+                if root is inner:
+                    if type(values.get("config")) in towers:
+                        continue
+                    if kind not in names:
+                        names[kind] = next(
+                            (base.__name__ for base in kind.__mro__ if base.__name__ in layers), ""
+                        )
+                    if names[kind]:
+                        continue
+                    if result.recurrent is None and _carries_state(module):
+                        result.recurrent = module
+                if kind.__module__.startswith("torch.nn.") and not issubclass(kind, _RECURRENT):
+                    plain.add(kind)
+            if children:
+                stack.extend(children.values())
+    result.classes.update(names)
+    result.layers.update(filter(None, names.values()))
+    return result
+
+
+def _carries_state(module: torch.nn.Module) -> bool:
+    """Whether a module is a recurrence or a convolution along the sequence, as far as its class shows."""
+    if not STATE_WEIGHTS.isdisjoint(module._parameters):
+        return True
+    return isinstance(module, _RECURRENT) and getattr(module, "kernel_size", None) != (1,)
+
+
+def _has_tested_layers(
+    model: torch.nn.Module | None, config: ModelConfig, layers: Sequence[str], modules: _Modules
+) -> bool:
+    """Whether a model of a tested type has the layers that were tested; later versions may rename them."""
+    text = text_config(config)
+    classes = modules.classes
+    if model is None:
+        classes = {*model_classes(config), *(model_classes(text) if text is not config else ())}
+    if not layers:
+        return not _may_carry_state(classes, text)
+    if model is not None:
+        return modules.layers.issuperset(layers)
+    files = {kind.__module__ for kind in classes} & sys.modules.keys()
+    names = {getattr(value, "__name__", "") for file in files for value in vars(sys.modules[file]).values()}
+    return names.issuperset(layers)
+
+
+def _may_carry_state(classes: set[type], text: ModelConfig) -> bool:
     """Whether a kind of layer is listed, or a class used, that no test has shown to keep documents apart."""
     if layer_kinds(text).keys() - _PROVEN_LAYERS:
         return True
-    if model is None:
-        classes = (*model_classes(config), *(model_classes(text) if text is not config else ()))
-    else:
-        classes = tuple({type(module): None for module in model.modules()})
     # transformers has no public name for this flag.
     return any(getattr(kind, "_is_stateful", False) for kind in classes)
 
@@ -264,10 +353,7 @@ def _takes_positions(model_class: type) -> bool:
     return "position_ids" in parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
 
 
-def _problems_of_adapters(model: object) -> Iterator[str]:
-    modules: Iterable[object] = getattr(model, "modules", tuple)()
-    configs = [getattr(module, "peft_config", None) for module in modules]
-    adapters = [adapter for config in configs if isinstance(config, dict) for adapter in config.values()]
+def _problems_of_adapters(adapters: Sequence[object]) -> Iterator[str]:
     for adapter_class, adapter in {type(adapter): adapter for adapter in adapters}.items():
         if getattr(adapter, "is_prompt_learning", False):
             yield f"{adapter_class.__name__} adds its virtual tokens once for each row, not for each document"

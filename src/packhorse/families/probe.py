@@ -25,7 +25,7 @@ import torch
 
 from packhorse.errors import require
 from packhorse.families.models import attention_of, set_attention, supports_sdpa, text_config
-from packhorse.families.packing import layer_kinds
+from packhorse.families.packing import STATE_WEIGHTS, layer_kinds
 from packhorse.families.stateful import install, layers_of
 from packhorse.families.tiny import tiny_settings
 from packhorse.families.varlen import VARLEN, register_varlen
@@ -40,7 +40,6 @@ _VERSION = 4  # of the probe: cached results of another one are not used
 _FACTOR = 4  # what is allowed, in units of the noise floor
 _CONTROL = 20  # a leaking mask changes at least this many times what is allowed
 _ROUNDS = 3  # state may be carried by a layer and by another that contains it
-_STATE_WEIGHTS = frozenset({"A_log", "dt_bias", "time_decay"})
 _UNITS = 8  # the least noise floor, in units of rounding
 _VERSIONED = frozenset(
     {"transformers", "torch", "builtins"}
@@ -281,7 +280,7 @@ def _layers_with_state(model: Any) -> tuple[str, ...]:
         type(module).__name__
         for module in model.modules()
         if any(isinstance(child, torch.nn.Conv1d) for child in module.children())
-        or any(name in _STATE_WEIGHTS for name, _ in module.named_parameters(recurse=False))
+        or any(name in STATE_WEIGHTS for name, _ in module.named_parameters(recurse=False))
     }
     return _outermost(model, sorted(names))
 
