@@ -18,6 +18,7 @@ import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from packhorse.families import probe as probe_module
+from packhorse.families.models import attention_of
 from packhorse.families.probe import measure, probe
 
 SMALL = {
@@ -265,6 +266,33 @@ def test_a_mistake_in_the_measurement_itself_is_not_reported_as_one_of_the_model
     monkeypatch.setattr(probe_module, "_difference", compare)
     with pytest.raises(NameError, match="a mistake"):
         measure(LlamaForCausalLM, LlamaConfig(**SMALL))
+
+
+@pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["conv", "full_attention"]])
+def test_documents_that_mix_in_eager_attention_alone_are_a_problem(kinds: list[str]) -> None:
+    class Mixing(Lfm2ForCausalLM):  # type: ignore[misc]
+        def forward(self, *arguments: Any, **options: Any) -> Any:
+            output = super().forward(*arguments, **options)
+            if attention_of(self) == "eager":
+                output.logits = output.logits.cumsum(1)
+            return output
+
+    config = Lfm2Config(**SMALL, num_key_value_heads=1, layer_types=kinds)
+    result = measure(Mixing, config)
+    assert result.problem.startswith("with eager attention, document 2 of a pack differs")
+    assert result.wrong
+    assert not measure(Lfm2ForCausalLM, config).problem
+
+
+def test_eager_attention_that_raises_is_no_problem() -> None:
+    class WithoutEager(LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, *arguments: Any, **options: Any) -> Any:
+            if attention_of(self) == "eager":
+                raise ValueError("use sdpa")
+            return super().forward(*arguments, **options)
+
+    result = measure(WithoutEager, LlamaConfig(**SMALL))
+    assert (result.problem, result.varlen, result.complete) == ("", "", False)
 
 
 def test_a_model_without_logits_for_each_token_is_rejected_with_their_shape() -> None:

@@ -227,7 +227,8 @@ def _measure(rows: _Rows) -> Probe:
         return Probe(problem=f"a tiny copy of it shows nothing: {why}", floor=before.floor, complete=False)
     numbers: dict[str, Any] = {"floor": before.floor, "control": before.control, "unhandled": before.leak}
     if before.ok:
-        return Probe(leak=before.leak, difference=before.difference, **_measure_varlen(rows), **numbers)
+        numbers |= {"leak": before.leak, "difference": before.difference}
+        return Probe(**_measure_other_attention(rows), **numbers)
     numbers |= {"leak": before.leak, "difference": before.difference}
     what = f"document 2 of a pack changes by {before.leak:.1e} when document 1 is replaced"
     if before.leak <= before.allowed:
@@ -254,24 +255,36 @@ def _measure_separated(rows: _Rows, layers: tuple[str, ...], numbers: dict[str, 
             break
         layers = _outermost(rows.model, (*layers, *others))
     if after.ok:
-        return Probe(layers, **_measure_varlen(rows), **numbers)
+        return Probe(layers, **_measure_other_attention(rows), **numbers)
     remains = max(after.leak, after.difference)
     why = f"{what}; with {', '.join(layers)} called document by document, by {remains:.1e}"
     return Probe(problem=why, wrong=True, **numbers)
 
 
-def _measure_varlen(rows: _Rows) -> dict[str, Any]:
-    """Return the fields of a result for attention that takes the boundaries of documents."""
-    register_varlen()
-    set_attention(rows.model, VARLEN)
+def _measure_other_attention(rows: _Rows) -> dict[str, Any]:
+    """Return the fields of a result for attention that a model may run instead of that of its tiny copy."""
+    fields: dict[str, Any] = {}
     try:
-        result = rows.compare()
+        if attention_of(rows.model) != "eager":
+            set_attention(rows.model, "eager")
+            if why := _describe_mixing(rows.compare()):
+                fields |= {"problem": f"with eager attention, {why}", "wrong": True}
+    except _CannotRun:  # nor can the model itself, whose user sees why
+        fields["complete"] = False
+    try:
+        register_varlen()
+        set_attention(rows.model, VARLEN)
+        fields["varlen"] = _describe_mixing(rows.compare())
     except _CannotRun as error:
-        return {"varlen": f"a tiny copy of it cannot be run ({error})", "complete": False}
+        fields |= {"varlen": f"a tiny copy of it cannot be run ({error})", "complete": False}
+    return fields
+
+
+def _describe_mixing(result: _Comparison) -> str:
+    """Return how much documents change each other; empty if no more than rounding does."""
     if result.ok:
-        return {}
-    remains = max(result.leak, result.difference)
-    return {"varlen": f"document 2 of a pack differs from document 2 alone by {remains:.1e}"}
+        return ""
+    return f"document 2 of a pack differs from document 2 alone by {max(result.leak, result.difference):.1e}"
 
 
 def _layers_with_state(model: Any) -> tuple[str, ...]:
