@@ -317,6 +317,7 @@ def _inspect_modules(
 
 def _carries_state(module: torch.nn.Module) -> bool:
     """Whether a module is a recurrence or a convolution along the sequence, as far as its class shows."""
+    # named_parameters() is too slow for every module of every batch, see _inspect_modules.
     if not STATE_WEIGHTS.isdisjoint(module._parameters):
         return True
     return isinstance(module, _RECURRENT) and getattr(module, "kernel_size", None) != (1,)
