@@ -298,6 +298,8 @@ def _inspect_modules(
                 if root is inner:
                     if type(values.get("config")) in towers:
                         continue
+                    # PEFT's modules_to_save: the wrapper may have children that never run, next to the layer.
+                    kind = type(children.get("original_module", module))
                     if kind not in names:
                         names[kind] = next(
                             (base.__name__ for base in kind.__mro__ if base.__name__ in layers), ""
