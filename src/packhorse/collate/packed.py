@@ -27,7 +27,7 @@ from packhorse.collate.packer import all_media_keys, are_pixels, join, layout_of
 from packhorse.errors import ConfigError
 from packhorse.families import Family
 from packhorse.families.models import attention_of, is_at_least
-from packhorse.families.packing import check_boundaries, check_packable
+from packhorse.families.packing import boundaries_error, check_packable
 from packhorse.families.router_loss import ROUTER_MASK, check_model_router_loss, has_router_loss
 from packhorse.pp_media import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
 from packhorse.types import PackedSample, TensorLayout
@@ -244,9 +244,9 @@ def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
     attention = attention_of(model)
     supported = backends_of(batch)
     if supported:
-        check_packable(model)
-    if "cu_seq_lens_q" in batch:
-        check_boundaries(model)
+        packing = check_packable(model)
+        if packing.no_boundaries and "cu_seq_lens_q" in batch:
+            raise boundaries_error(packing.no_boundaries)
     if supported and not any(takes_batches_of(attention, backend) for backend in supported):
         what = (
             f"the batch is for {' or '.join(supported)}, the model's decoder runs {attention}: documents "

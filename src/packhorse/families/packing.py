@@ -21,6 +21,7 @@ from packhorse.families.models import (
     model_classes,
     resolve_model,
     text_config,
+    unwrap,
 )
 from packhorse.families.stateful import is_installed
 from packhorse.families.tiny import LAYER_LISTS
@@ -158,7 +159,11 @@ def _takes_media(model_class: type, config: ModelConfig) -> bool:
 
 
 _NO_BOUNDARIES = "this model does not pass them on, or ignores them"
-_HINT = '; packhorse parity --model measures it with your data, and model="unchecked" goes without this check'
+_HINT = (
+    "; packhorse parity --model measures it with your data. If packed equals unpacked there, call "
+    "packhorse.prepare(model, allow_unproven=True), and pass that model: packhorse.load(…, model=model)"
+)
+_ACCEPTED = "_packhorse_accepted_unproven"
 
 
 def packing_problems(model: object) -> tuple[str, ...]:
@@ -172,37 +177,47 @@ def known_problems(model: object) -> tuple[str, ...]:
     return packing.problems if packing.known else ()
 
 
-def check_packable(model: object, *, measured: bool = False, trains: bool = True) -> None:
-    """Raise ConfigError if a model has :func:`packing_problems`.
+def accept_unproven(model: object) -> None:
+    """Let checks accept a model although nothing proves that packed rows are right for it."""
+    setattr(unwrap(model), _ACCEPTED, True)
+
+
+def is_accepted(model: object, packing: Packing) -> bool:
+    """Return whether a model has no problems, or lacks only a proof and the user has accepted that."""
+    return not packing.problems or (not packing.known and hasattr(resolve_model(model)[0], _ACCEPTED))
+
+
+def check_packable(model: object, *, measured: bool = False, trains: bool = True) -> Packing:
+    """Return how a model can be trained on packed rows; raise ConfigError if it has problems.
 
     Args:
         model: a model, its config, or the folder or hub name of one.
         measured: only problems that are known count, because the user measures the model.
         trains: packed rows go through this very model, so its layers that carry state must be prepared.
     """
+    inner, config = resolve_model(model)
+    model = config if inner is None else model
     packing = inspect_packing(model)
-    if packing.problems and (packing.known or not measured):
-        raise packing_error(packing.problems)
-    if trains and not measured and (problem := unprepared_layers(model)):
+    if not is_accepted(model, packing) and (packing.known or not measured):
+        raise packing_error(packing)
+    if trains and not measured and (problem := unprepared_layers(model, packing)):
         raise ConfigError(f"{problem}: call packhorse.prepare(model) first", setting="model")
+    return packing
 
 
-def unprepared_layers(model: object) -> str:
-    """Return which layers of a model carry state over documents until it is prepared; empty if none do."""
-    inner = resolve_model(model)[0]
-    packing = inspect_packing(model)
+def unprepared_layers(model: object, packing: Packing | None = None) -> str:
+    """Return which layers of a model carry state over documents until it is prepared; empty if none do.
+
+    ``packing`` is what :func:`inspect_packing` returned for the model, if the caller has it.
+    """
+    packing = inspect_packing(model) if packing is None else packing
+    inner = resolve_model(model)[0] if packing.layers else None
     if inner is None or is_installed(inner, packing.layers):
         return ""
     return (
         f"{', '.join(packing.layers)} of {type(inner).__name__} carries state from one document of a packed "
         "row to the next, whatever the attention mask says"
     )
-
-
-def check_boundaries(model: object) -> None:
-    """Raise ConfigError if attention that takes boundaries of documents would be wrong for a model."""
-    if problem := inspect_packing(model).no_boundaries:
-        raise boundaries_error(problem)
 
 
 def boundaries_error(problem: str) -> ConfigError:
@@ -212,11 +227,10 @@ def boundaries_error(problem: str) -> ConfigError:
     return ConfigError(f"{what}: {remedy}", setting="attn_implementation")
 
 
-def packing_error(problems: Sequence[str]) -> ConfigError:
-    """The error for a model that cannot be packed, from what :func:`packing_problems` returned."""
-    what = (
-        f'this model cannot be trained on packed rows: {"; ".join(problems)}. Use padded batches: mode="pad"'
-    )
+def packing_error(packing: Packing) -> ConfigError:
+    """The error for a model that has problems in packed rows."""
+    remedy = "Use padded batches" if packing.known else "Or use padded batches"
+    what = f'this model cannot be trained on packed rows: {"; ".join(packing.problems)}. {remedy}: mode="pad"'
     return ConfigError(what, setting="model")
 
 

@@ -45,7 +45,7 @@ from packhorse.families.models import (
     media_parts,
     resolve_model,
 )
-from packhorse.families.packing import boundaries_error, check_packable, inspect_packing
+from packhorse.families.packing import Packing, boundaries_error, check_packable
 from packhorse.families.qwen_vl import RopeIndex, rope_index
 from packhorse.families.router_loss import check_router_loss, has_router_loss, is_installed
 from packhorse.formats.conversation import parse_conversation, parse_documents
@@ -265,14 +265,14 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
             )
         return ModelInfo(name="none")
     inner, config = resolve_model(model)
+    packing = Packing()
     if packed:
-        check_packable(model if inner is not None else config, trains=trains)
-        layers = inspect_packing(config).layers if inner is None and trains else ()
-        if layers:
+        packing = check_packable(config if inner is None else model, trains=trains)
+        if packing.layers and inner is None and trains:
             logger.warning(
                 "the model was given as a config: its layers %s carry state from document to document until "
                 "packhorse.prepare(model) has changed them. Call it before training",
-                ", ".join(layers),
+                ", ".join(packing.layers),
             )
     known = config if inner is None else inner
     if trains:
@@ -289,7 +289,7 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
         config,
         type(known).__name__,
         inner is not None,
-        inspect_packing(model).no_boundaries if packed else "",
+        packing.no_boundaries,
         is_installed(inner),
     )
 
