@@ -21,6 +21,7 @@ from packhorse.collate.packed import model_inputs
 from packhorse.errors import ConfigError, require
 from packhorse.families.models import (
     honours_shift_labels,
+    is_compiled,
     make_honour_shift_labels,
     models_in,
     unwrap,
@@ -481,7 +482,7 @@ def prepare(
     make_honour_shift_labels(inner)
     install_router_loss(inner)
     layers = install(inner, packing.layers, stateful, info.device)
-    if (layers or is_installed(inner)) and model is not inner:
+    if (layers or is_installed(inner)) and is_compiled(model):
         torch.compiler.reset()  # code compiled before has no hooks
     prepared = Prepared(
         type(inner).__name__,
