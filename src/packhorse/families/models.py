@@ -35,6 +35,9 @@ logger = getLogger("packhorse.families.models")
 UNCHECKED = "unchecked"
 """``model="unchecked"``: pack without a model, at the user's own risk."""
 
+CACHES = ("past_key_values", "past_key_value", "cache_params", "layer_past", "cache")
+"""Arguments of forward passes that hold what earlier tokens left: with one of them, a model generates."""
+
 _MEDIA_PARTS = ("vision", "audio", "vq_", "image", "speech")  # in names of parts of a config
 _WRAPPED = ("_orig_mod", "module", "_fsdp_wrapped_module")  # torch.compile, DDP and DeepSpeed, FSDP
 _HUB_SECONDS = 5.0

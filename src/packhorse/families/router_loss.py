@@ -19,7 +19,13 @@ from typing import Any
 import torch
 
 from packhorse.errors import ConfigError
-from packhorse.families.models import resolve_model, router_loss_coefficient, text_config, unwrap
+from packhorse.families.models import (
+    CACHES,
+    resolve_model,
+    router_loss_coefficient,
+    text_config,
+    unwrap,
+)
 
 ROUTER_MASK = "router_mask"
 """Name of the input that says which tokens count, bool [B, S]."""
@@ -27,7 +33,6 @@ ROUTER_MASK = "router_mask"
 _STATE = "_packhorse_router_loss"
 _OWN_FORWARD = "_packhorse_router_loss_forward"
 _WRAPPER = "_packhorse_takes_router_mask"
-_CACHES = ("past_key_values", "past_key_value", "cache_params")
 
 
 class RoutedTokens:
@@ -209,7 +214,7 @@ def _check_unpacked(model: Any, given: Mapping[str, Any]) -> None:
     wanted = given.get("output_router_logits")
     if not (has_router_loss(model.config) if wanted is None else wanted):
         return
-    if any(given.get(name) is not None for name in _CACHES):  # generation
+    if any(given.get(name) is not None for name in CACHES):  # generation
         return
     mask = given.get("attention_mask")
     other_mask = mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2)
