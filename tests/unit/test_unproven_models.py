@@ -195,6 +195,14 @@ def test_an_unproven_model_inside_a_wrapper_is_prepared(wrapper: str) -> None:
     check_packable(wrapped)
 
 
+def test_packs_for_an_unproven_model_are_planned_without_training_it(tmp_path: Path) -> None:
+    hybrid_llava().config.save_pretrained(tmp_path / "model")
+    processor(FAMILY).save_pretrained(tmp_path / "processor")
+    options = ("--model", str(tmp_path / "model"), "--processor", str(tmp_path / "processor"))
+    result = CliRunner().invoke(app, ["plan", str(write_chats(tmp_path, 4)), *options])
+    assert result.exit_code == 0, result.output
+
+
 # The command, which is the first of the steps.
 
 
