@@ -2,6 +2,9 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
 import warnings
 from functools import cache
 from pathlib import Path
@@ -248,6 +251,25 @@ def test_parity_of_a_tested_hybrid_model_says_that_training_prepares_it(tmp_path
     result = parity(tmp_path, tmp_path / "model", *options)
     assert result.exit_code == 0, result.output
     assert "for training, call packhorse.prepare(model) before packhorse.load" in result.stdout
+
+
+def test_parity_measures_the_kernels_that_training_would_use(tmp_path: Path) -> None:
+    from transformers import Lfm2ForCausalLM
+
+    Lfm2ForCausalLM(hybrid_llava().config.text_config).save_pretrained(tmp_path / "model")
+    processor(FAMILY).save_pretrained(tmp_path / "processor")
+    kernels = (
+        Path(__file__).parents[1] / "contract" / "kernels" / "convolution"
+    )  # what causal-conv1d has, in PyTorch
+    path = os.pathsep.join([str(kernels), os.environ.get("PYTHONPATH", "")])
+    arguments = ["--model", tmp_path / "model", "--processor", tmp_path / "processor", "--samples", "4"]
+    arguments += ["--stateful", "boundaries"]
+    command = [sys.executable, "-m", "packhorse", "parity", write_chats(tmp_path, 4), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert run.returncode == 0, run.stderr + run.stdout
+    called = "1 Lfm2ShortConv called with the boundaries of documents"
+    assert f"prepared: {called} (--stateful boundaries)" in run.stdout
+    assert "call packhorse.prepare(model, stateful='boundaries') before packhorse.load" in run.stdout
 
 
 def test_parity_rejects_another_way_to_call_layers_before_anything_is_loaded(tmp_path: Path) -> None:
