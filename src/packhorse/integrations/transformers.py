@@ -474,8 +474,6 @@ def prepare(
     info = inspect_attention(inner, device, dtype, autocast)
     backend = choose_attention(info, attn_implementation, longest)
     check_mode(layers_of(inner, packing.layers), stateful)
-    if packing.problems:
-        accept_unproven(inner)
     use_attention(inner, backend)
     for config in (inner.config, inner.config.get_text_config()):
         config.use_cache = False
@@ -484,6 +482,8 @@ def prepare(
     layers = install(inner, packing.layers, stateful, info.device)
     if (layers or is_installed(inner)) and is_compiled(model):
         torch.compiler.reset()  # code compiled before has no hooks
+    if packing.problems:
+        accept_unproven(inner)
     prepared = Prepared(
         type(inner).__name__,
         backend,
