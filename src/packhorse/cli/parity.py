@@ -282,12 +282,10 @@ def _describe_steps(passed: Sequence[str], reports: Sequence[ParityReport], opti
 def prepare_layers(model: Any, stateful: str) -> PreparedLayers:
     """Let layers that carry state run as they do in training: as ``packhorse.prepare`` would."""
     from packhorse.families.packing import inspect_packing
-    from packhorse.families.stateful import PER_DOCUMENT, install
+    from packhorse.families.stateful import install
 
     packing = inspect_packing(model)
-    # Kernels run on a GPU alone, and the model may be on the CPU of a machine that has one.
-    mode = PER_DOCUMENT if stateful == "auto" and model.device.type != "cuda" else stateful
-    return PreparedLayers(packing, install(model, packing.layers, mode), stateful)
+    return PreparedLayers(packing, install(model, packing.layers, stateful, model.device), stateful)
 
 
 def _print(
