@@ -47,7 +47,7 @@ def train_step(model: Any, optimizer: Any, batches: list[Any], device: torch.dev
         else:
             model.set_requires_gradient_sync(sync)
         batch = packhorse.to_device(batch, device)
-        output = model(**packhorse.model_inputs(batch))
+        output = model(**packhorse.model_inputs(batch, model))
         loss = packhorse.batch_loss(model, output, batch, tokens, replicas=ranks)
         loss.backward()
         total += loss.detach() / ranks

@@ -208,7 +208,7 @@ def _attentions(result: Result) -> Iterator[str]:
 
 def reason_of(result: Result) -> str:
     """Return why a class is rejected, in one short cell of a table, without numbers that differ by CPU."""
-    reason = re.sub(r"; packhorse parity --model .*?this check", "", result.reason)
+    reason = re.sub(r"; packhorse parity --model .*?load\(…, model=model\)", "", result.reason)
     reason = re.sub(r",? by [\d.]+e[-+]\d+", "", reason).replace(f"{result.class_name}: ", "")
     reason = re.sub(r"[|<>`*_\\]", lambda found: f"\\{found[0]}", reason)
     return reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON].rstrip(chr(92))}…"

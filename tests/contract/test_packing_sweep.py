@@ -56,6 +56,7 @@ def test_the_page_has_a_row_for_each_class_and_the_reasons() -> None:
     assert found == _SAMPLE
     assert "| `codegen` | `CodeGenForCausalLM` | measurement | text | 0 / " in page
     assert "no test shows that its media are" in page
+    assert "packhorse parity --model" not in page, "reasons alone: the page says what to do once"
     long = Result("x", "X", REJECTED, "X: a | b" + 200 * "x")
     assert reason_of(long).startswith(r"a \| bxxx")
     assert reason_of(long).endswith("…")

@@ -8,10 +8,12 @@ packs, as transformers would without a mask.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import random
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -273,6 +275,79 @@ def test_a_forward_pass_that_is_replaced_after_prepare_is_an_error(mixtral: Any)
         mixtral.forward = MethodType(type(mixtral).forward, mixtral)
         with raises_config("model", match="call prepare last"):
             mixtral(**batch)
+
+
+def test_preparing_again_restores_a_forward_pass_that_was_replaced(mixtral: Any) -> None:
+    batch = packed_batch(mixtral, "sdpa")
+    with torch.no_grad():
+        expected = mixtral(**batch).loss
+        for lost in ("replaced", "removed"):
+            del mixtral.forward
+            if lost == "replaced":
+                mixtral.forward = MethodType(inspect.unwrap(type(mixtral).forward), mixtral)
+            with raises_config("model", match="call prepare again"):
+                mixtral(**batch)
+            prepare(mixtral, "sdpa", device="cpu")
+            assert torch.equal(mixtral(**batch).loss, expected)
+        restored = mixtral.forward
+        prepare(mixtral, "sdpa", device="cpu")
+        assert mixtral.forward == restored, "what is in place is not wrapped twice"
+        assert torch.equal(copy.deepcopy(mixtral)(**batch).loss, expected)
+
+
+def test_a_forward_pass_that_others_wrap_is_not_wrapped_twice(mixtral: Any) -> None:
+    batch, prepared = packed_batch(mixtral, "sdpa"), mixtral.forward
+    with torch.no_grad():
+        expected = mixtral(**batch).loss
+        for wrapper in (functools.wraps(prepared)(lambda **options: prepared(**options)), partial(prepared)):
+            mixtral.forward = wrapper
+            prepare(mixtral, "sdpa", device="cpu")
+            assert mixtral.forward is wrapper
+            assert torch.equal(mixtral(**batch).loss, expected)
+
+
+@pytest.fixture
+def autocasting() -> Iterator[Any]:
+    """An Accelerator with mixed precision, which wraps the forward passes of models."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    yield accelerator
+    accelerator.free_memory()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("first", ["prepare", "accelerate"])
+def test_a_model_that_accelerate_unwraps_counts_the_same_tokens(first: str, autocasting: Any) -> None:
+    model = copy.deepcopy(routing_model("mixtral"))
+    expected = copy.deepcopy(model)
+    prepare(expected, "sdpa", device="cpu")
+    batch = packed_batch(expected, "sdpa")
+    if first == "prepare":
+        prepare(model, "sdpa", device="cpu")
+    wrapped = autocasting.prepare(model)
+    if first == "accelerate":
+        prepare(wrapped, "sdpa", device="cpu")
+    ids = padded_batch()["input_ids"][:1, :9]
+    with torch.no_grad():
+        whole, control = expected(**batch).aux_loss, expected(**all_count(batch)).aux_loss
+        away = abs(float(control - whole))
+        assert abs(float(wrapped(**batch).aux_loss - whole)) < 0.1 * away, "rounded to bfloat16"
+        plain = autocasting.unwrap_model(wrapped, keep_fp32_wrapper=False)
+        assert abs(float(plain(**batch).aux_loss - whole)) < 0.1 * away
+        if first == "prepare":
+            assert torch.equal(plain(**batch).aux_loss, whole), "without autocast"
+        assert plain.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 11)
+
+
+def test_the_forward_pass_of_a_prepared_head_shows_the_signature_of_its_class(mixtral: Any) -> None:
+    expected = inspect.signature(type(mixtral).forward).parameters
+    found = inspect.signature(mixtral.forward).parameters
+    assert list(found.values()) == list(expected.values())[1:]
+    assert mixtral.forward.__name__ == "forward"
+    assert mixtral.forward.__doc__ == type(mixtral).forward.__doc__
 
 
 # Loaders and trainers.

@@ -19,10 +19,11 @@ from count_samples import write_chats
 from loader_samples import mixed_rows, texts
 from packhorse.collate_fns import model_inputs
 from packhorse.datasets import PreTokenizedDatasetWrapper
-from packhorse.families import probe
+from packhorse.families import models, packing, probe
 from packhorse.families.models import unwrap
 from packhorse.families.packing import check_packable, inspect_packing, packing_problems
 from packhorse.families.qwen_vl import mrope_position_ids, rope_index
+from packhorse.loader.startup import inspect_model
 from packhorse.types import World
 from raising import raises_config
 
@@ -230,6 +231,59 @@ def test_a_hybrid_model_may_be_given_by_its_folder(tmp_path: Path) -> None:
     assert list(load(texts(8), tmp_path, pack_size=256))
 
 
+def test_the_loss_of_a_batch_rejects_a_hybrid_model_that_the_loader_has_not_seen() -> None:
+    model = hybrid()
+    batch = next(iter(load(texts(8), model.config, pack_size=256)))
+    with raises_config("model", match=UNPREPARED):
+        packhorse.batch_loss(model, model(**batch), batch, 1)
+    (padded, *_) = load(texts(8), model.config, mode="pad")
+    assert packhorse.batch_loss(model, model(**padded), padded, 1).isfinite()
+    packhorse.prepare(model, device="cpu")
+    assert packhorse.batch_loss(model, model(**batch), batch, 1).isfinite()
+
+
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+def test_an_encoder_decoder_is_rejected_also_in_padded_batches(mode: str) -> None:
+    from transformers import T5Config
+
+    with raises_config("model", match=r"encoder-decoder \(t5\), whose encoder would see the answers"):
+        load(texts(8), T5Config(), mode=mode)
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[tuple[Any, ...]]:
+    """Let a function of a module record the arguments of its calls."""
+    function, calls = getattr(module, name), list[tuple[Any, ...]]()
+
+    def record(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(module, name, record)
+    return calls
+
+
+def test_a_model_that_is_given_by_its_folder_is_opened_and_inspected_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hybrid().config.save_pretrained(tmp_path)
+    opened = count_calls(monkeypatch, models, "open_config")
+    inspected = count_calls(monkeypatch, packing, "inspect_packing")
+    info = inspect_model(str(tmp_path), packed=True)
+    assert (len(opened), len(inspected)) == (1, 1)
+    assert (info.name, info.no_boundaries) == ("Lfm2Config", "")
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "varlen"])
+def test_checking_a_batch_inspects_the_model_once(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hybrid()
+    packhorse.prepare(model, backend, device="cpu")
+    batch = next(iter(load(texts(8), model, pack_size=256)))
+    assert ("cu_seq_lens_q" in batch) == (backend == "varlen")
+    inspected = count_calls(monkeypatch, packing, "inspect_packing")
+    model_inputs(batch, model)
+    assert len(inspected) == 1
+
+
 def test_model_inputs_reject_packs_for_a_hybrid_model_that_is_not_prepared() -> None:
     model = hybrid()
     batch = next(iter(load(texts(8), "unchecked", pack_size=256)))
@@ -263,9 +317,9 @@ def test_a_model_type_without_a_test_is_measured_on_a_tiny_copy() -> None:
         load(texts(8), doge, pack_size=256)
     falcon = FalconForCausalLM(FalconConfig(**{**SMALL, "vocab_size": len(words)}))
     assert list(load(texts(8), falcon, pack_size=256))
-    packing = inspect_packing(falcon)
-    assert not packing.tested
-    assert packing.layers == ()
+    measured = inspect_packing(falcon)
+    assert not measured.tested
+    assert measured.layers == ()
     assert "measured on a tiny copy" in str(packhorse.prepare(falcon, device="cpu"))
 
 

@@ -13,6 +13,7 @@ from count_samples import chat, write_meta, write_rows
 from packhorse.cli import parity as command
 from packhorse.cli.app import app
 from packhorse.errors import ConfigError
+from packhorse.families.packing import Packing
 from packhorse.tools.parity import DocumentParity, ParityReport
 from raising import raises_config
 
@@ -98,6 +99,7 @@ def run(monkeypatch):
     monkeypatch.setattr("packhorse.families.models.open_processor", lambda *_: SimpleNamespace())
     monkeypatch.setattr(command, "choose_samples", lambda *_: command.Chosen([{}] * 4, list("abcd")))
     monkeypatch.setattr(command, "load_model", lambda model, *_: model)
+    monkeypatch.setattr(command, "prepare_layers", lambda *_: command.PreparedLayers(Packing(), {}, "auto"))
     app = typer.Typer()
     app.command()(command.parity)
     return lambda *arguments: CliRunner().invoke(app, ["meta.json", "--model", "m", *arguments])
@@ -110,7 +112,15 @@ def test_a_backend_that_is_not_possible_does_not_stop_the_others(run):
     assert "eager: packed equals unpacked" in result.output
     assert "varlen: not available: no varlen here" in result.output
     result = json.loads(run("--json").stdout)
-    assert list(result) == ["version", "passed", "dropped", "not_possible", "reports"]
+    assert list(result) == [
+        "version",
+        "passed",
+        "dropped",
+        "not_possible",
+        "reports",
+        "stateful_layers",
+        "proven",
+    ]
     assert [one["attention"] for one in result["reports"]] == ["sdpa", "eager"]
     assert result["not_possible"] == {"varlen": "no varlen here"}
 

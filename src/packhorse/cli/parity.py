@@ -14,6 +14,7 @@ from packhorse.errors import ConfigError, data_errors, require
 from packhorse.utils.progress import OnProgress, Progress, bars_are_wanted
 
 if TYPE_CHECKING:
+    from packhorse.families.packing import Packing
     from packhorse.tools.parity import ParityReport
 
 _BACKENDS = ("sdpa", "eager", "varlen")
@@ -51,6 +52,14 @@ def parity(
     datasets: terminal.DATASETS = None,
     dtype: Annotated[str, terminal.text("TYPE", "float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, terminal.text("NAME", "cpu, cuda, …")] = "cpu",
+    stateful: Annotated[
+        str,
+        terminal.text(
+            "HOW",
+            "How layers that carry state keep documents apart (as in packhorse.prepare): auto, "
+            "per_document or boundaries.",
+        ),
+    ] = "auto",
     random_weights: Annotated[
         bool, terminal.flag("--random-weights", "Use the model's config with random weights.")
     ] = False,
@@ -61,12 +70,15 @@ def parity(
     """Run a few samples packed and unpacked, and compare the loss of every token and the gradients.
 
     Rows that cannot be encoded are listed and skipped. A backend that is not available is an error only if it
-    is given with --attn-implementation.
+    is given with --attn-implementation. Layers that carry state are prepared as packhorse.prepare does; a
+    model is rejected only if it is known to be wrong in packs.
     """
     with terminal.one_line_errors("parity", "nothing was written", verbose):
         from packhorse.families.models import open_processor
         from packhorse.integrations.attention import check_attention
+        from packhorse.integrations.transformers import check_stateful
 
+        check_stateful(stateful)
         for backend in attn_implementation or ():
             check_attention(backend)  # before the weights are loaded
         check_dtype(dtype, device)
@@ -82,6 +94,7 @@ def parity(
         if chosen.dropped and not as_json:
             typer.echo(chosen.describe_dropped())
         loaded = load_model(model, dtype, device, random_weights, trust_remote_code)
+        prepared = prepare_layers(loaded, stateful)
         reports, unavailable = _compare(loaded, opened, chosen, attn_implementation, rows)
     if as_json:
         whole = {
@@ -90,10 +103,14 @@ def parity(
             "dropped": chosen.dropped,
             "not_possible": {backend: str(error) for backend, error in unavailable},
             "reports": [report.as_dict() for report in reports],
+            "stateful_layers": {name: mode for name, (_, mode) in prepared.layers.items()},
+            "proven": not prepared.packing.problems,
         }
         typer.echo(terminal.to_json(whole))
     else:
         _print(reports, unavailable, verbose)
+        for line in prepared.describe(reports):
+            typer.echo(line)
     if not all(report.ok for report in reports):
         raise typer.Exit(1)
 
@@ -198,8 +215,7 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
     import torch
 
     from packhorse.families.models import check_name, model_classes, open_config
-    from packhorse.families.packing import check_packable, inspect_packing
-    from packhorse.families.stateful import install
+    from packhorse.families.packing import check_packable
 
     transformers: Any = require("transformers", "train")
     kind = check_dtype(dtype, device)
@@ -224,8 +240,52 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
         raise ConfigError(
             f"model {model}: cannot be opened ({detail})", setting="model", value=model
         ) from error
-    install(loaded, inspect_packing(loaded).layers)
     return loaded.to(device)
+
+
+@dataclass(frozen=True)
+class PreparedLayers:
+    """The layers of a model that carry state: number and mode by class, and how the model can be packed."""
+
+    packing: Packing
+    layers: dict[str, tuple[int, str]]
+    stateful: str
+
+    def describe(self, reports: Sequence[ParityReport]) -> list[str]:
+        """Return with which layers the reports were made, and what to call for training."""
+        from packhorse.integrations.transformers import describe_layers
+
+        parts = [describe_layers(name, *layers) for name, layers in self.layers.items()]
+        lines = [f"prepared: {', '.join(parts)} (--stateful {self.stateful})"] if parts else []
+        passed = [report.attention for report in reports if report.ok]
+        options = "" if self.stateful == "auto" else f", stateful={self.stateful!r}"
+        if self.packing.problems:
+            lines.append(
+                f"no test of packhorse covers this model: {_describe_steps(passed, reports, options)}"
+            )
+        elif parts and passed:
+            lines.append(f"for training, call packhorse.prepare(model{options}) before packhorse.load")
+        return lines
+
+
+def _describe_steps(passed: Sequence[str], reports: Sequence[ParityReport], options: str) -> str:
+    """Return how a model is trained that only these reports prove right."""
+    if not passed:
+        return 'train it with padded batches, mode="pad"'
+    backend = "" if len(passed) == len(reports) > 1 else f", {passed[-1]!r}"
+    return (
+        f"for training, call packhorse.prepare(model{backend}, allow_unproven=True{options}), then "
+        "packhorse.load(…, model=model)"
+    )
+
+
+def prepare_layers(model: Any, stateful: str) -> PreparedLayers:
+    """Let layers that carry state run as they do in training: as ``packhorse.prepare`` would."""
+    from packhorse.families.packing import inspect_packing
+    from packhorse.families.stateful import install
+
+    packing = inspect_packing(model)
+    return PreparedLayers(packing, install(model, packing.layers, stateful, model.device), stateful)
 
 
 def _print(

@@ -27,8 +27,9 @@ from packhorse.collate.packer import all_media_keys, are_pixels, join, layout_of
 from packhorse.errors import ConfigError
 from packhorse.families import Family
 from packhorse.families.models import attention_of, is_at_least
-from packhorse.families.packing import check_boundaries, check_packable
+from packhorse.families.packing import boundaries_error, check_packable
 from packhorse.families.router_loss import ROUTER_MASK, check_model_router_loss, has_router_loss
+from packhorse.families.varlen import VARLEN_ARGUMENTS
 from packhorse.pp_media import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
 from packhorse.types import PackedSample, TensorLayout
 
@@ -38,7 +39,6 @@ _INFORMATION = frozenset(
     {"_packed_seq_ids", "loss_weights", *COUNT_KEYS.values(), MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY}
 )
 _LABELS = frozenset({"labels", "shift_labels"})
-_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _DENSE = 4  # axes of a mask: [B, 1, S, S]
 
 
@@ -159,7 +159,7 @@ def _add_attention(
     if backend in CONTIGUOUS:
         made, segments = rows.contiguous(made, bidirectional is not None, backend)
         numbers = (segments.cumulative, segments.cumulative, segments.longest, segments.longest)
-        made |= dict(zip(_VARLEN, numbers, strict=True))
+        made |= dict(zip(VARLEN_ARGUMENTS, numbers, strict=True))
         documents = made["attention_mask"]
         if backend == "varlen":
             del made["attention_mask"]
@@ -244,9 +244,9 @@ def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
     attention = attention_of(model)
     supported = backends_of(batch)
     if supported:
-        check_packable(model)
-    if "cu_seq_lens_q" in batch:
-        check_boundaries(model)
+        packing = check_packable(model)
+        if packing.no_boundaries and "cu_seq_lens_q" in batch:
+            raise boundaries_error(packing.no_boundaries)
     if supported and not any(takes_batches_of(attention, backend) for backend in supported):
         what = (
             f"the batch is for {' or '.join(supported)}, the model's decoder runs {attention}: documents "

@@ -35,6 +35,9 @@ logger = getLogger("packhorse.families.models")
 UNCHECKED = "unchecked"
 """``model="unchecked"``: pack without a model, at the user's own risk."""
 
+CACHES = ("past_key_values", "past_key_value", "cache_params", "layer_past", "cache")
+"""Arguments of forward passes that hold what earlier tokens left: with one of them, a model generates."""
+
 _MEDIA_PARTS = ("vision", "audio", "vq_", "image", "speech")  # in names of parts of a config
 _WRAPPED = ("_orig_mod", "module", "_fsdp_wrapped_module")  # torch.compile, DDP and DeepSpeed, FSDP
 _HUB_SECONDS = 5.0
@@ -61,18 +64,31 @@ def is_unchecked(model: object) -> bool:
 
 def unwrap(model: object) -> Any:
     """Return the model inside PEFT, DDP, FSDP, DeepSpeed and ``torch.compile``; ConfigError if none."""
+    *_, inner = _unwrap_steps(model)
+    # Qwen-Omni's whole model has no forward pass: what is trained is its thinker.
+    return getattr(inner, "thinker", inner)
+
+
+def is_compiled(model: object) -> bool:
+    """Return whether ``torch.compile`` is one of the wrappers of a model."""
+    return any("_orig_mod" in _contents(part) for part in _unwrap_steps(model))
+
+
+def _unwrap_steps(model: object) -> Iterator[Any]:
+    """Yield a wrapper, what it wraps, and so on to the model; ConfigError if there is none."""
     inner: Any = model
+    yield inner
     while not _is_model(inner):
         if callable(getattr(inner, "get_base_model", None)):  # PEFT
             inner = inner.get_base_model()
-            continue
-        inner = next((part for name in _WRAPPED if (part := getattr(inner, name, None)) is not None), None)
+        else:
+            parts = (getattr(inner, name, None) for name in _WRAPPED)
+            inner = next((part for part in parts if part is not None), None)
         if inner is None:
             name = type(model).__name__
             what = f"model is a {name} without a config: expected {EXPECTED}"
             raise ConfigError(what, setting="model", value=name)
-    # Qwen-Omni's whole model has no forward pass: what is trained is its thinker.
-    return getattr(inner, "thinker", inner)
+        yield inner
 
 
 def _is_model(value: object) -> bool:

@@ -24,6 +24,7 @@ from packhorse.families.models import (
     model_classes,
     resolve_model,
     text_config,
+    unwrap,
 )
 from packhorse.families.stateful import is_installed
 from packhorse.families.tiny import LAYER_LISTS
@@ -88,7 +89,11 @@ STATE_WEIGHTS = frozenset({"A_log", "dt_bias", "time_decay"})
 """Names of the weights of recurrences in transformers."""
 _RECURRENT = (torch.nn.RNNBase, torch.nn.RNNCellBase, torch.nn.Conv1d)  # a convolution unless of one token
 _NO_BOUNDARIES = "this model does not pass them on, or ignores them"
-_HINT = '; packhorse parity --model measures it with your data, and model="unchecked" goes without this check'
+_HINT = (
+    "; packhorse parity --model measures it with your data. If packed equals unpacked there, call "
+    "packhorse.prepare(model, allow_unproven=True), and pass that model: packhorse.load(…, model=model)"
+)
+_ACCEPTED = "_packhorse_accepted_unproven"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,7 @@ def inspect_packing(model: object) -> Packing:
             name = next(name for name, module in inner.named_modules() if module is modules.recurrent)
             kind = type(modules.recurrent).__name__
             why = f"{name} ({kind}) carries state along the row, as no layer of the tested class does"
-            return Packing((f"{model_class.__name__}: {why}{_HINT}",), known=False)
+            return Packing((f"{model_class.__name__}: {why}{_HINT}",), layers, known=False)
         ignores = text.model_type in _IGNORE_BOUNDARIES
         return Packing(layers=layers, no_boundaries=_NO_BOUNDARIES if ignores else "")
     if odd := {kind: index for kind, index in layer_kinds(text).items() if kind not in _MEASURABLE_LAYERS}:
@@ -156,10 +161,12 @@ def _measure_packing(model_class: Any, config: ModelConfig, untested: Sequence[s
         if result.wrong and not _takes_positions(model_class):
             why += f"; {name} takes no position_ids"
         return Packing((f"{name}: {why}{'' if result.wrong else _HINT}",), (), False, result.wrong)
+    problems: tuple[str, ...] = ()
     if untested and _takes_media(model_class, config):
         why = f"{name}: its text is right in packed rows, as measured, but no test shows that its media are"
-        return Packing((why + _HINT,), result.layers, False, False)
-    return Packing((), result.layers, False, no_boundaries=_NO_BOUNDARIES if result.varlen else "")
+        problems = (why + _HINT,)
+    no_boundaries = _NO_BOUNDARIES if result.varlen else ""
+    return Packing(problems, result.layers, False, not problems, no_boundaries)
 
 
 def _takes_media(model_class: type, config: ModelConfig) -> bool:
@@ -179,37 +186,64 @@ def known_problems(model: object) -> tuple[str, ...]:
     return packing.problems if packing.known else ()
 
 
-def check_packable(model: object, *, measured: bool = False, trains: bool = True) -> None:
-    """Raise ConfigError if a model has :func:`packing_problems`.
+def accept_unproven(model: object) -> None:
+    """Let checks accept a model although nothing proves that packed rows are right for it."""
+    setattr(unwrap(model), _ACCEPTED, True)
+
+
+def is_accepted(model: object, packing: Packing) -> bool:
+    """Return whether a model has no problems, or lacks only a proof and the user has accepted that."""
+    return not packing.problems or (not packing.known and hasattr(resolve_model(model)[0], _ACCEPTED))
+
+
+def check_packable(model: object, *, measured: bool = False, trains: bool = True) -> Packing:
+    """Return how a model can be trained on packed rows; raise ConfigError if it has problems.
 
     Args:
         model: a model, its config, or the folder or hub name of one.
         measured: only problems that are known count, because the user measures the model.
         trains: packed rows go through this very model, so its layers that carry state must be prepared.
     """
+    inner, config = resolve_model(model)
+    check_decoder(config)
+    model = config if inner is None else model
     packing = inspect_packing(model)
-    if packing.problems and (packing.known or not measured):
-        raise packing_error(packing.problems)
-    if trains and not measured and (problem := unprepared_layers(model)):
-        raise ConfigError(f"{problem}: call packhorse.prepare(model) first", setting="model")
+    if not is_accepted(model, packing) and (packing.known or not measured):
+        raise packing_error(packing)
+    if trains and not measured and unprepared_layers(model, packing):
+        raise unprepared_error(inner, packing.layers)
+    return packing
 
 
-def unprepared_layers(model: object) -> str:
-    """Return which layers of a model carry state over documents until it is prepared; empty if none do."""
-    inner = resolve_model(model)[0]
-    packing = inspect_packing(model)
+def check_decoder(config: ModelConfig) -> None:
+    """Raise ConfigError for an encoder-decoder: a row of a batch has the prompt and the answer."""
+    if getattr(config, "is_encoder_decoder", False):
+        what = f"the model is an encoder-decoder ({config.model_type}), whose encoder would see the answers:"
+        raise ConfigError(f"{what} batches are for decoders, in packs and in padded rows", setting="model")
+
+
+def unprepared_layers(model: object, packing: Packing | None = None) -> str:
+    """Return which layers of a model carry state over documents until it is prepared; empty if none do.
+
+    ``packing`` is what :func:`inspect_packing` returned for the model, if the caller has it.
+    """
+    packing = inspect_packing(model) if packing is None else packing
+    inner = resolve_model(model)[0] if packing.layers else None
     if inner is None or is_installed(inner, packing.layers):
         return ""
+    return _carry_state(inner, packing.layers)
+
+
+def _carry_state(model: torch.nn.Module, layers: Sequence[str]) -> str:
     return (
-        f"{', '.join(packing.layers)} of {type(inner).__name__} carries state from one document of a packed "
+        f"{', '.join(layers)} of {type(model).__name__} carries state from one document of a packed "
         "row to the next, whatever the attention mask says"
     )
 
 
-def check_boundaries(model: object) -> None:
-    """Raise ConfigError if attention that takes boundaries of documents would be wrong for a model."""
-    if problem := inspect_packing(model).no_boundaries:
-        raise boundaries_error(problem)
+def unprepared_error(model: Any, layers: Sequence[str]) -> ConfigError:
+    """The error for a model whose layers with state are not called document by document."""
+    return ConfigError(f"{_carry_state(model, layers)}: call packhorse.prepare(model) first", setting="model")
 
 
 def boundaries_error(problem: str) -> ConfigError:
@@ -219,11 +253,10 @@ def boundaries_error(problem: str) -> ConfigError:
     return ConfigError(f"{what}: {remedy}", setting="attn_implementation")
 
 
-def packing_error(problems: Sequence[str]) -> ConfigError:
-    """The error for a model that cannot be packed, from what :func:`packing_problems` returned."""
-    what = (
-        f'this model cannot be trained on packed rows: {"; ".join(problems)}. Use padded batches: mode="pad"'
-    )
+def packing_error(packing: Packing) -> ConfigError:
+    """The error for a model that has problems in packed rows."""
+    remedy = "Use padded batches" if packing.known else "Or use padded batches"
+    what = f'this model cannot be trained on packed rows: {"; ".join(packing.problems)}. {remedy}: mode="pad"'
     return ConfigError(what, setting="model")
 
 

@@ -19,14 +19,20 @@ from typing import Any
 import torch
 
 from packhorse.errors import ConfigError
-from packhorse.families.models import resolve_model, router_loss_coefficient, text_config, unwrap
+from packhorse.families.models import (
+    CACHES,
+    resolve_model,
+    router_loss_coefficient,
+    text_config,
+    unwrap,
+)
 
 ROUTER_MASK = "router_mask"
 """Name of the input that says which tokens count, bool [B, S]."""
 
 _STATE = "_packhorse_router_loss"
 _OWN_FORWARD = "_packhorse_router_loss_forward"
-_CACHES = ("past_key_values", "past_key_value", "cache_params")
+_WRAPPER = "_packhorse_takes_router_mask"
 
 
 class RoutedTokens:
@@ -53,8 +59,8 @@ class RoutedTokens:
         if ROUTER_MASK in options:
             raise ConfigError(
                 f"something replaced the forward pass of the head of {type(module).__name__} after "
-                "packhorse.prepare(model), so padding would count in the auxiliary loss of the router: load "
-                "the model again, and call prepare last",
+                "packhorse.prepare(model), so padding would count in the auxiliary loss of the router: call "
+                "prepare again after that. If it still fails, load the model again and call prepare last",
                 setting="model",
             )
         given = options.get("attention_mask")
@@ -140,30 +146,47 @@ def scaled_router_loss(model: object, output: Any) -> torch.Tensor | None:
 def install_router_loss(model: object) -> None:
     """Let the head of a model take :data:`ROUTER_MASK`; nothing happens to a model without experts.
 
-    Batches that are not packed, generation and a model with ``output_router_logits=False`` run as before.
+    Batches that are not packed, generation and a model with ``output_router_logits=False`` run as before. A
+    head that has lost its forward pass (others replace it too) gets it back.
     """
     inner = unwrap(model)
     parts = (inner.config, text_config(inner.config))
-    if is_installed(inner) or not any(hasattr(part, "output_router_logits") for part in parts):
+    if not any(hasattr(part, "output_router_logits") for part in parts):
         return
-    tokens = RoutedTokens()
-    setattr(inner, _STATE, tokens)
-    for child in inner.children():
-        # First, because layers with state look for documents in the mask of the batch.
-        child.register_forward_pre_hook(tokens.give_mask, with_kwargs=True, prepend=True)
-    own = vars(inner).get("forward")
-    if own is not None:
+    if not is_installed(inner):
+        tokens = RoutedTokens()
+        setattr(inner, _STATE, tokens)
+        for child in inner.children():
+            # First, because layers with state look for documents in the mask of the batch.
+            child.register_forward_pre_hook(tokens.give_mask, with_kwargs=True, prepend=True)
+    elif not _has_lost_forward(inner):
+        return
+    vars(inner).pop(_OWN_FORWARD, None)
+    if (own := vars(inner).get("forward")) is not None:
         setattr(inner, _OWN_FORWARD, own)
     # Not hooks of the head: older PEFT calls its forward pass without them. Bound, so that deepcopy binds the
     # copy.
     inner.forward = MethodType(_wrap(inspect.unwrap(type(inner).forward)), inner)
 
 
+def _has_lost_forward(model: Any) -> bool:
+    """Return whether a call of the model is one of its class again.
+
+    A function that wraps the forward pass without naming it in ``__wrapped__`` calls it: that is no loss.
+    """
+    forward = vars(model).get("forward")
+    if forward is None:
+        return True
+    innermost = inspect.unwrap(forward, stop=lambda function: hasattr(function, _WRAPPER))
+    function = getattr(innermost, "__func__", innermost)
+    return function is inspect.unwrap(type(model).forward) and not hasattr(innermost, _WRAPPER)
+
+
 def _wrap(original: Any) -> Any:
     """Return the forward pass of a head with this signature."""
-    names = tuple(inspect.signature(original).parameters)[1:]
+    signature = inspect.signature(original)
+    names = tuple(signature.parameters)[1:]
 
-    @functools.wraps(original)
     def forward(self: Any, *arguments: Any, router_mask: torch.Tensor | None = None, **options: Any) -> Any:
         own = vars(self).get(_OWN_FORWARD) or functools.partial(type(self).forward, self)
         given = {**dict(zip(names, arguments, strict=False)), **options}
@@ -172,7 +195,18 @@ def _wrap(original: Any) -> Any:
             return own(*arguments, **options)
         return _run(self, own, router_mask, given)
 
-    return forward
+    functools.update_wrapper(forward, original)
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    setattr(forward, _WRAPPER, True)
+    # To remove autocast, Accelerate follows __wrapped__ to its end and binds that function: it must be ours,
+    # and not a bound method.
+    del forward.__wrapped__  # type: ignore[attr-defined]
+
+    @functools.wraps(forward)
+    def call_forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        return forward(self, *arguments, **options)
+
+    return call_forward
 
 
 def _check_unpacked(model: Any, given: Mapping[str, Any]) -> None:
@@ -180,7 +214,7 @@ def _check_unpacked(model: Any, given: Mapping[str, Any]) -> None:
     wanted = given.get("output_router_logits")
     if not (has_router_loss(model.config) if wanted is None else wanted):
         return
-    if any(given.get(name) is not None for name in _CACHES):  # generation
+    if any(given.get(name) is not None for name in CACHES):  # generation
         return
     mask = given.get("attention_mask")
     other_mask = mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2)

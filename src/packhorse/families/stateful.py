@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from packhorse.errors import ConfigError, require
-from packhorse.families.models import attention_of
-from packhorse.families.varlen import VARLEN
+from packhorse.families.models import CACHES, attention_of
+from packhorse.families.varlen import VARLEN, VARLEN_ARGUMENTS
 
 logger = getLogger("packhorse.families.stateful")
 
@@ -60,8 +60,7 @@ _LENGTH_STEP = 64  # the kernels compute chunks of about this many tokens anyway
 # the PyTorch operations that transformers falls back to; they run one after the other, and are small.
 _STEP_COST = {"cpu": 0.5, "cuda": 8.0}
 _EQUAL_CALLS = 4  # of a layer whose weights are gathered inside of it; more groups save little
-_CACHES = ("past_key_values", "past_key_value", "cache_params", "layer_past", "cache")
-_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_BOUNDARIES = (*VARLEN_ARGUMENTS, "seq_idx")
 _DENSE, _PADDING = 4, 2  # axes of a mask [B, 1, S, S], and of one [B, S]
 _PER_TOKEN = 3  # axes of a tensor [B, S, …] that has more than a number for each token
 # To measure whether kernels keep documents apart: how much larger replaced documents are, and by what share
@@ -224,7 +223,7 @@ def document_numbers(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     Numbers are 0 for tokens that no token sees. None if layers with state can run on whole rows: the batch
     has neither ``cu_seq_lens_q``, nor a mask for pairs of tokens, nor hidden tokens before visible ones.
     """
-    if any(inputs.get(name) is not None for name in _CACHES):  # generation
+    if any(inputs.get(name) is not None for name in CACHES):  # generation
         return None
     tokens = inputs.get("input_ids")
     tokens = inputs.get("inputs_embeds") if tokens is None else tokens
@@ -447,7 +446,7 @@ def _by_document(
     assert documents is not None
     _check_attention(layer, documents, (*arguments, *options.values()))
     options = {
-        name: None if name in _CACHES or name.endswith("mask") else value
+        name: None if name in CACHES or name.endswith("mask") else value
         for name, value in options.items()
         if name not in _BOUNDARIES
     }

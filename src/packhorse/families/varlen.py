@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from packhorse.errors import ConfigError, require
 
 VARLEN = "varlen"
+VARLEN_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Arguments with which attention gets the boundaries of documents, by the names of transformers."""
 
 
 def register_varlen() -> None:

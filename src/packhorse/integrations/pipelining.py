@@ -30,6 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import ConfigError
 from packhorse.families.qwen_vl import RopeIndex, rope_index
+from packhorse.families.varlen import VARLEN_ARGUMENTS
 from packhorse.integrations.loss import (
     count_batch_supervised,
     evaluation_mode,
@@ -49,9 +50,8 @@ Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 _USED = frozenset({"input_ids", "labels", "attention_mask", "position_ids", "mm_token_type_ids"})
 # The loss of a pipeline takes the labels, which equal shift_labels.
 _UNUSED = frozenset({"shift_labels", "use_cache"})
-# All of these follow from cu_seq_lens_q.
-_VARLEN = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
-_KNOWN = _USED | _VARLEN | _UNUSED
+# The boundaries all follow from cu_seq_lens_q.
+_KNOWN = _USED | _UNUSED | frozenset(VARLEN_ARGUMENTS)
 
 
 @dataclass(frozen=True, slots=True)

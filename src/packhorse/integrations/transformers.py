@@ -21,11 +21,12 @@ from packhorse.collate.packed import model_inputs
 from packhorse.errors import ConfigError, require
 from packhorse.families.models import (
     honours_shift_labels,
+    is_compiled,
     make_honour_shift_labels,
     models_in,
     unwrap,
 )
-from packhorse.families.packing import inspect_packing, packing_error
+from packhorse.families.packing import accept_unproven, inspect_packing, is_accepted, packing_error
 from packhorse.families.router_loss import (
     check_model_router_loss,
     check_router_loss,
@@ -380,6 +381,8 @@ class Prepared:
             it was measured.
         router_loss: whether the model adds the auxiliary loss of its router (``output_router_logits=True``),
             in which only tokens of documents count.
+        proven: whether a test or the tiny copy shows it for all that the class takes; False only with
+            ``allow_unproven=True``.
     """
 
     model: str
@@ -389,18 +392,32 @@ class Prepared:
     computes_loss: bool
     tested: bool
     router_loss: bool = False
+    proven: bool = True
 
     def __str__(self) -> str:
         parts = [f"{self.attn_implementation} attention"]
         for name, count in self.stateful_layers.items():
-            how = "with the boundaries of documents" if name in self.kernels else "document by document"
-            parts.append(f"{count} {name} called {how}")
+            parts.append(describe_layers(name, count, BOUNDARIES if name in self.kernels else PER_DOCUMENT))
         if self.computes_loss:
             parts.append("the loss computed from shift_labels by hooks")
         if self.router_loss:
             parts.append("only tokens of documents in the router's auxiliary loss")
         proof = "" if self.tested else " (measured on a tiny copy: packed equals unpacked)"
+        if not self.proven:
+            proof = " (not proven that packed equals unpacked: packhorse parity measures it)"
         return f"{self.model}: {'; '.join(parts)}{proof}"
+
+
+def describe_layers(name: str, count: int, mode: str) -> str:
+    """Return how the layers of a class that carry state keep documents apart."""
+    how = "with the boundaries of documents" if mode == BOUNDARIES else "document by document"
+    return f"{count} {name} called {how}"
+
+
+def check_stateful(stateful: str) -> None:
+    """Raise ConfigError for another value of ``stateful`` than :func:`prepare` takes."""
+    if stateful not in (choices := ("auto", PER_DOCUMENT, BOUNDARIES)):
+        raise ConfigError.of("stateful", stateful, f"expected one of {', '.join(choices)}")
 
 
 def prepare(
@@ -412,6 +429,7 @@ def prepare(
     autocast: torch.dtype | None = None,
     longest: int | None = None,
     stateful: str = "auto",
+    allow_unproven: bool = False,
 ) -> Prepared:
     """Make a model of transformers ready for packed training.
 
@@ -437,6 +455,9 @@ def prepare(
             of documents of similar length; ``"boundaries"`` calls them once, if packages with kernels that
             take boundaries are installed (flash-linear-attention, causal-conv1d, mamba-ssm); ``"auto"`` is
             ``"boundaries"`` on a GPU.
+        allow_unproven: also prepare a model whose only problem is that nothing proves packed rows right for
+            it (a class that takes images and has no test, say). Run ``packhorse parity`` first. Loaders,
+            trainers and :func:`packhorse.model_inputs` then accept this very model.
 
     Returns:
         What was set.
@@ -444,13 +465,12 @@ def prepare(
     Raises:
         ConfigError: the backend would be wrong for this model, or the model cannot be trained on packs.
     """
-    if stateful not in (choices := ("auto", PER_DOCUMENT, BOUNDARIES)):
-        raise ConfigError.of("stateful", stateful, f"expected one of {', '.join(choices)}")
+    check_stateful(stateful)
     inner = unwrap(model)
     check_router_loss(inner.config, True)
     packing = inspect_packing(model)
-    if packing.problems:
-        raise packing_error(packing.problems)
+    if not is_accepted(model, packing) and (packing.known or not allow_unproven):
+        raise packing_error(packing)
     info = inspect_attention(inner, device, dtype, autocast)
     backend = choose_attention(info, attn_implementation, longest)
     check_mode(layers_of(inner, packing.layers), stateful)
@@ -460,8 +480,10 @@ def prepare(
     make_honour_shift_labels(inner)
     install_router_loss(inner)
     layers = install(inner, packing.layers, stateful, info.device)
-    if (layers or is_installed(inner)) and model is not inner:
+    if (layers or is_installed(inner)) and is_compiled(model):
         torch.compiler.reset()  # code compiled before has no hooks
+    if packing.problems:
+        accept_unproven(inner)
     prepared = Prepared(
         type(inner).__name__,
         backend,
@@ -470,6 +492,7 @@ def prepare(
         not honours_shift_labels(type(inner)),
         packing.tested,
         has_router_loss(inner.config),
+        not packing.problems,
     )
     logger.info("%s", prepared)
     return prepared

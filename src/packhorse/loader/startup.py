@@ -45,7 +45,7 @@ from packhorse.families.models import (
     media_parts,
     resolve_model,
 )
-from packhorse.families.packing import boundaries_error, check_packable, inspect_packing
+from packhorse.families.packing import Packing, boundaries_error, check_decoder, check_packable
 from packhorse.families.qwen_vl import RopeIndex, rope_index
 from packhorse.families.router_loss import check_router_loss, has_router_loss, is_installed
 from packhorse.formats.conversation import parse_conversation, parse_documents
@@ -94,6 +94,8 @@ class ModelInfo:
         loaded: whether the model itself is known; a config does not determine the attention that runs.
         no_boundaries: why attention that takes boundaries of documents would be wrong; empty if it is right.
         counts_documents: whether the model takes the tokens that count in its router's auxiliary loss.
+        unprepared_layers: classes of layers that carry state until ``packhorse.prepare(model)``, if the model
+            itself is not known.
     """
 
     get_rope_index: RopeIndex | None = None
@@ -105,6 +107,7 @@ class ModelInfo:
     loaded: bool = False
     no_boundaries: str = ""
     counts_documents: bool = False
+    unprepared_layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,14 +268,14 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
             )
         return ModelInfo(name="none")
     inner, config = resolve_model(model)
+    packing = Packing()
     if packed:
-        check_packable(model if inner is not None else config, trains=trains)
-        layers = inspect_packing(config).layers if inner is None and trains else ()
-        if layers:
+        packing = check_packable(config if inner is None else model, trains=trains)
+        if packing.layers and inner is None and trains:
             logger.warning(
                 "the model was given as a config: its layers %s carry state from document to document until "
                 "packhorse.prepare(model) has changed them. Call it before training",
-                ", ".join(layers),
+                ", ".join(packing.layers),
             )
     known = config if inner is None else inner
     if trains:
@@ -289,8 +292,9 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
         config,
         type(known).__name__,
         inner is not None,
-        inspect_packing(model).no_boundaries if packed else "",
+        packing.no_boundaries,
         is_installed(inner),
+        packing.layers if inner is None and trains else (),
     )
 
 
@@ -309,6 +313,8 @@ def _check_processor(processor: Processor, model: ModelInfo) -> None:
 def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
     """Raise if batches cannot be built with these settings, or would be wrong for the model."""
     model, family = opened.model, opened.encoder.family
+    if model.config is not None:
+        check_decoder(model.config)
     if has_router_loss(model.config):
         _check_adds_router_loss(config)
     if config.mode == "pad":

@@ -11,14 +11,15 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from packhorse.errors import ConfigError
+from packhorse.families.tiny import LAYER_LISTS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Config: TypeAlias = "PretrainedConfig | Mapping[str, Any]"
 
-# What configs call their layers, and the names that transformers gives these kinds.
-_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern")
+_PATTERN = "hybrid_override_pattern"  # of configs of NVIDIA: a letter for each layer
+# What configs call their layers, by the names that transformers gives these kinds.
 _KINDS = {
     **{"mamba": "linear_attention", "recurrent": "linear_attention", "attention": "full_attention"},
     **{"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"},
@@ -90,7 +91,7 @@ def _layer_kinds(config: Config) -> list[str]:
 
 
 def _listed_kinds(config: Config) -> Any:
-    return next((kinds for name in _LAYER_LISTS if (kinds := get_setting(config, name))), None)
+    return next((kinds for name in (*LAYER_LISTS, _PATTERN) if (kinds := get_setting(config, name))), None)
 
 
 def _layer(config: Config, kinds: list[str], index: int) -> LayerCost:

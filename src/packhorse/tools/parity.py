@@ -283,7 +283,7 @@ def check_parity(
             machine; but at most half the digits of the model's type.
         gradient_tolerance: allowed relative difference of gradients; None as for ``tolerance``.
         keys: of the samples, for the report; default: their indices.
-        unchecked: also compare a model that has :func:`packhorse.families.models.known_problems`.
+        unchecked: also compare a model that has :func:`packhorse.families.packing.known_problems`.
 
     Raises:
         ConfigError: the model cannot be trained on packed rows, there are too few samples, none of their

@@ -1,5 +1,6 @@
 """The attention of packed training: the fastest that is right for the model, nothing that is wrong."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -133,6 +134,31 @@ def test_a_window_that_no_document_is_longer_than_is_none() -> None:
     with raises_config("attn_implementation", "auto", match="up to 4,097 tokens"):
         choose_attention(info, longest=4097)
     assert choose_attention(info, longest=4096) == "sdpa"
+
+
+def test_only_a_compiled_model_drops_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(True))
+    lora = LoraConfig(target_modules=["q_proj"])
+
+    def model() -> Any:
+        return copy.deepcopy(tiny_model("qwen3_5", by_document=False))
+
+    parallel = torch.nn.DataParallel
+    for kept in (model(), parallel(model()), get_peft_model(model(), lora)):
+        prepare(kept)
+        assert not resets
+    for number, compiled in enumerate(
+        (
+            torch.compile(model(), backend="eager"),
+            parallel(torch.compile(model(), backend="eager")),
+            torch.compile(get_peft_model(model(), lora), backend="eager"),
+        )
+    ):
+        prepare(compiled)
+        assert len(resets) == number + 1
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flash_attention_2"])

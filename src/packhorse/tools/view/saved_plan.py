@@ -108,12 +108,12 @@ def make_plan(
         counts: the counts of its rows, if the caller has them.
 
     Raises:
-        ConfigError: rows, processor or model are invalid, the model cannot be trained on packs, or a sample
-            is too long and ``on_overlong="raise"``.
+        ConfigError: rows, processor or model are invalid, the model is known to be wrong in packs, or a
+            sample is too long and ``on_overlong="raise"``.
     """
     opened = open_request(request) if opened is None else opened
     if opened.model.config is not None and model_classes(opened.model.config):
-        check_packable(opened.model.config)
+        check_packable(opened.model.config, measured=True)  # nothing is trained: load asks for a proof
     start = start_up(request.config, opened, Collectives(World()), counts)
     planner = start.planner
     plan = planner.plan(request.epoch)
