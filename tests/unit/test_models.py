@@ -300,12 +300,26 @@ def test_parity_names_the_layers_of_a_hybrid_model_first_until_it_is_prepared() 
     model = hybrid()
     report = check_parity(model, tokenizer_with_template(), texts(4))
     assert not report.ok
-    assert "Lfm2ShortConv" in report.causes[0]
-    assert "packhorse.prepare(model)" in report.causes[0]
+    (cause,) = report.causes
+    assert "Lfm2ShortConv" in cause
+    assert "packhorse.prepare(model)" in cause
     packhorse.prepare(model, device="cpu")
     report = check_parity(model, tokenizer_with_template(), texts(4))
     assert report.ok, report.describe()
     assert report.gradients is not None
+
+
+def test_parity_finds_documents_that_mix_by_the_sum_of_their_tokens() -> None:
+    from packhorse.tools.parity import check_parity
+
+    model = decoder()
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, arguments: (arguments[0] + arguments[0].cumsum(1), *arguments[1:])
+    )
+    report = check_parity(model, tokenizer_with_template(), texts(4))
+    (cause,) = report.causes
+    assert cause.startswith("attention leaks: pack 0, document 2 ")
+    assert "another layer of the model mixes the tokens of a row" in cause
 
 
 def test_a_model_type_without_a_test_is_measured_on_a_tiny_copy() -> None:

@@ -276,3 +276,36 @@ def test_parity_rejects_another_way_to_call_layers_before_anything_is_loaded(tmp
     assert result.exit_code == 2
     expected = "--stateful kernels: expected one of auto, per_document, boundaries"
     assert result.stderr == f"packhorse parity: {expected}\n"
+
+
+def test_parity_does_not_compare_an_attention_that_prepare_rejects_unless_requested(tmp_path: Path) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    words = processor(FAMILY)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": len(words.tokenizer)}
+    torch.manual_seed(0)
+    MambaForCausalLM(MambaConfig(**sizes, pad_token_id=0)).save_pretrained(tmp_path / "model")
+    words.save_pretrained(tmp_path / "processor")
+    options = ("--processor", str(tmp_path / "processor"), "--json")
+    report = json.loads(parity(tmp_path, tmp_path / "model", *options).stdout)
+    assert report["passed"]
+    assert [one["attention"] for one in report["reports"]] == ["sdpa", "eager"]
+    assert "does not pass them on" in report["not_possible"]["varlen"]
+    options += ("--attn-implementation", "varlen")
+    result = parity(tmp_path, tmp_path / "model", *options)
+    assert result.exit_code == 1, result.output
+    assert not json.loads(result.stdout)["passed"]
+
+
+def test_parity_of_a_model_that_cannot_be_run_is_one_line(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    words = processor(FAMILY)
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": len(words.tokenizer)}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, n_positions=4))  # fewer than a row has tokens
+    model.save_pretrained(tmp_path / "model")
+    words.save_pretrained(tmp_path / "processor")
+    result = parity(tmp_path, tmp_path / "model", "--processor", str(tmp_path / "processor"))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("packhorse parity: GPT2LMHeadModel cannot be run with sdpa: IndexError: ")
+    assert len(result.stderr.splitlines()) == 1

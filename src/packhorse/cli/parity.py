@@ -95,7 +95,8 @@ def parity(
             typer.echo(chosen.describe_dropped())
         loaded = load_model(model, dtype, device, random_weights, trust_remote_code)
         prepared = prepare_layers(loaded, stateful)
-        reports, unavailable = _compare(loaded, opened, chosen, attn_implementation, rows)
+        no_boundaries = prepared.packing.no_boundaries
+        reports, unavailable = _compare(loaded, opened, chosen, attn_implementation, rows, no_boundaries)
     if as_json:
         whole = {
             "version": 1,
@@ -116,9 +117,20 @@ def parity(
 
 
 def _compare(
-    model: Any, processor: Any, chosen: Chosen, requested: Sequence[str] | None, rows: int
+    model: Any,
+    processor: Any,
+    chosen: Chosen,
+    requested: Sequence[str] | None,
+    rows: int,
+    no_boundaries: str = "",
 ) -> tuple[list[ParityReport], list[tuple[str, ConfigError]]]:
-    """Return the reports and the unavailable backends; raise if a requested one or all are unavailable."""
+    """Return the reports and the unavailable backends; raise if a requested one or all are unavailable.
+
+    Backends that take the boundaries of documents are compared for a model that does not (``no_boundaries``
+    says why) only if they are requested: ``prepare`` rejects them.
+    """
+    from packhorse.collate.batch_formats import CONTIGUOUS, batch_format_of
+    from packhorse.families.packing import boundaries_error
     from packhorse.tools.parity import check_parity
 
     reports: list[ParityReport] = []
@@ -127,12 +139,17 @@ def _compare(
     with Progress("comparing", unit="backends") as progress:
         for done, backend in enumerate(backends, 1):
             try:
+                if no_boundaries and not requested and batch_format_of(backend) in CONTIGUOUS:
+                    raise boundaries_error(no_boundaries)
                 report = check_parity(model, processor, chosen.samples, backend, rows=packs, keys=chosen.keys)
                 reports.append(report)
             except ConfigError as error:
                 if requested:
                     raise
                 unavailable.append((backend, error))
+            except (IndexError, RuntimeError, TypeError, ValueError) as error:  # of the model's own code
+                what = f"{type(model).__name__} cannot be run with {backend}: {type(error).__name__}: {error}"
+                raise ConfigError(what, setting="model") from error
             progress(done, len(backends))
     if not reports:
         raise unavailable[0][1]

@@ -422,7 +422,7 @@ def check_stateful(stateful: str) -> None:
 
 def prepare(
     model: PreTrainedModel,
-    attn_implementation: str = "auto",
+    attn_implementation: str | None = "auto",
     *,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -444,7 +444,7 @@ def prepare(
         model: the model, before or after it is moved to its device; also inside PEFT, DDP, FSDP or
             ``torch.compile``.
         attn_implementation: ``"varlen"``, ``"flash_attention_2"``, ``"flex_attention"``, ``"sdpa"`` or
-            ``"eager"``; ``"auto"`` chooses the first of these that is right for the model (without a GPU
+            ``"eager"``; ``"auto"`` (or None) takes the first of these that is right for the model (without a GPU
             ``"sdpa"`` first). Or another name of transformers, a flash kernel of the Hub, or a registered
             function (:func:`packhorse.integrations.attention.declare_batch_format`).
         device: to train on; None for a GPU if there is one, else the model's.
@@ -466,13 +466,16 @@ def prepare(
         ConfigError: the backend would be wrong for this model, or the model cannot be trained on packs.
     """
     check_stateful(stateful)
+    if not isinstance(model, torch.nn.Module):
+        what = f"prepare changes the model itself, and model is a {type(model).__name__}"
+        raise ConfigError(f"{what}: pass what from_pretrained(…) returned", setting="model", value=model)
     inner = unwrap(model)
     check_router_loss(inner.config, True)
     packing = inspect_packing(model)
     if not is_accepted(model, packing) and (packing.known or not allow_unproven):
         raise packing_error(packing)
     info = inspect_attention(inner, device, dtype, autocast)
-    backend = choose_attention(info, attn_implementation, longest)
+    backend = choose_attention(info, attn_implementation or "auto", longest)
     check_mode(layers_of(inner, packing.layers), stateful)
     use_attention(inner, backend)
     for config in (inner.config, inner.config.get_text_config()):

@@ -81,7 +81,7 @@ def likely_causes(
         *([f"{unprepared}: call packhorse.prepare(model) first"] if unprepared else ()),
         *_label_problems(packed, labels),
         *_position_problems(packed, samples, own_rope),
-        *_attention_problems(packed, tolerance),
+        *(() if unprepared else _attention_problems(packed, tolerance)),  # documents mix by the state already
         *known_problems(packed.model),
     ]
     unknown = (
@@ -137,6 +137,8 @@ def _attention_problems(packed: Packed, tolerance: float) -> Iterator[str]:
     names = [name for name in vars(config) if "token" in name and name.endswith(("_id", "_index"))]
     media_ids = [value for name in names if isinstance(value := getattr(config, name), int)] or [-1]
     media = torch.tensor(media_ids, device=packed.batch["input_ids"].device)
+    known = packed.batch["input_ids"][packed.batch["labels"] != IGNORE_INDEX].unique()
+    known = known[~torch.isin(known, media)]
     with torch.no_grad():
         before = packed.logits()
         for row, document, _ in packed.documents():
@@ -146,8 +148,9 @@ def _attention_problems(packed: Packed, tolerance: float) -> Iterator[str]:
             answers = visible & (packed.batch["labels"][row] != IGNORE_INDEX) & ~torch.isin(ids[row], media)
             if not bool(answers.any()):
                 continue
-            texts = torch.nonzero(answers).flatten()
-            ids[row, texts] = ids[row, texts].roll(1) if len(set(ids[row, texts].tolist())) > 1 else 1
+            # Each by another token of the batch: a model may see the sum of all tokens, whatever their order.
+            place = torch.searchsorted(known, ids[row, answers])
+            ids[row, answers] = known.roll(1)[place] if len(known) > 1 else 1
             others = packed.document_ids > 0
             others[row] &= ~visible
             difference = (packed.logits(input_ids=ids) - before).abs().amax(-1)
@@ -158,7 +161,8 @@ def _attention_problems(packed: Packed, tolerance: float) -> Iterator[str]:
                 yield (
                     f"attention leaks: {other} changes with the tokens of {packed.name(row, document)}. The "
                     "attention mask is not the one this backend needs (eager takes numbers, sdpa bools; "
-                    "flash attention with cu_seq_lens takes no mask), or the batch is for another backend"
+                    "flash attention with cu_seq_lens takes no mask), the batch is for another backend, or "
+                    "another layer of the model mixes the tokens of a row"
                 )
                 return
 

@@ -52,6 +52,13 @@ def test_on_a_cpu_every_tested_family_gets_sdpa_and_no_cache(name: str) -> None:
     assert model.config.get_text_config().use_cache is False
 
 
+def test_what_is_not_a_model_is_rejected_with_what_to_pass() -> None:
+    for given in (tiny_model("qwen2_vl").config, "Qwen/Qwen2-VL-2B-Instruct", None):
+        with raises_config("model", match=r"prepare changes the model itself.*from_pretrained\(…\)"):
+            prepare(given)
+    assert prepare(copy.deepcopy(tiny_model("qwen2_vl")), None) == "sdpa"
+
+
 def test_only_the_decoder_changes() -> None:
     model = tiny_model("qwen2_5_vl", seed=5)
     before = model.config.vision_config._attn_implementation
