@@ -444,8 +444,8 @@ def prepare(
         model: the model, before or after it is moved to its device; also inside PEFT, DDP, FSDP or
             ``torch.compile``.
         attn_implementation: ``"varlen"``, ``"flash_attention_2"``, ``"flex_attention"``, ``"sdpa"`` or
-            ``"eager"``; ``"auto"`` (or None) takes the first of these that is right for the model (without a GPU
-            ``"sdpa"`` first). Or another name of transformers, a flash kernel of the Hub, or a registered
+            ``"eager"``; ``"auto"`` or None chooses the first of these that is right for the model (without a
+            GPU ``"sdpa"`` first). Or another name of transformers, a flash kernel of the Hub, or a registered
             function (:func:`packhorse.integrations.attention.declare_batch_format`).
         device: to train on; None for a GPU if there is one, else the model's.
         dtype: of the weights in computations, if different from now (mixed precision of FSDP).
