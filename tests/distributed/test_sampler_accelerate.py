@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch.multiprocessing as mp
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
@@ -40,6 +40,7 @@ def rank_main(rank: int, folder: str) -> None:
         "all, split": steps(folder, {}, BATCH * RANKS, prepare=True, split_batches=True),
     }
     Path(folder, f"rank{rank}.json").write_text(json.dumps(seen))
+    PartialState().destroy_process_group()  # or a thread of gloo ends the interpreter with SIGABRT, sometimes
 
 
 def steps(
