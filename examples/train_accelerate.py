@@ -99,6 +99,7 @@ def main(argv: list[str] | None = None) -> None:
                 save(accelerator, options.out, step)
         accelerator.print(loader.epoch_stats)  # of all ranks: each row was delivered or has a reason
     save(accelerator, options.out, step)
+    accelerator.end_training()  # with gloo, a process that keeps its process group may abort at its end
 
 
 if __name__ == "__main__":
