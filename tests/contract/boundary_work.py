@@ -2,6 +2,7 @@
 
 Runs in an interpreter of its own: transformers looks for kernels when it is imported. With ``--unsound`` the
 kernels do not keep documents apart: how layers fall back, and the error for a user who requested boundaries.
+With ``--dropout`` an adapter draws random numbers.
 """
 
 from __future__ import annotations
@@ -105,7 +106,24 @@ def fall_back(name: str) -> dict[str, Any]:
     }
 
 
+def with_dropout(name: str) -> dict[str, Any]:
+    """Run packs in an adapter with dropout, whose random numbers differ between two calls."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(
+        target_modules=["in_proj", "in_proj_qkvz", "out_proj"], lora_dropout=0.3, init_lora_weights=False
+    )
+    model = get_peft_model(plain_model(name), lora).train()
+    install(model, STATEFUL_LAYERS[name], BOUNDARIES)
+    ids = torch.randint(5, 90, (1, sum(_LENGTHS)))
+    error = error_of(lambda: run(model, ids, _LENGTHS))
+    dropout = largest_difference(run(model, ids, _LENGTHS)[0], run(model, ids, _LENGTHS)[0])
+    return {"error": error, "dropout": dropout}
+
+
+WORK = {"--unsound": fall_back, "--dropout": with_dropout}
+
 if __name__ == "__main__":
-    arguments = [name for name in sys.argv[1:] if name != "--unsound"]
-    work = compare if arguments == sys.argv[1:] else fall_back
+    arguments = [name for name in sys.argv[1:] if name not in WORK]
+    work = next((WORK[name] for name in sys.argv[1:] if name in WORK), compare)
     print(json.dumps({name: work(name) for name in arguments}))

@@ -99,3 +99,9 @@ def test_kernels_that_do_not_keep_documents_apart_are_noticed(kernels: str, why:
         assert warning.endswith("called document by document instead")
         assert found["error"].startswith(f"stateful: kernels of {layer} do not keep documents apart: {why}")
         assert 'prepare(model, stateful="auto")' in found["error"]
+
+
+def test_dropout_of_adapters_is_not_taken_for_documents_that_mix() -> None:
+    for found in compare(("--dropout", "qwen3_next", "lfm2"), "recurrence", "convolution").values():
+        assert found["dropout"] > 0
+        assert not found["error"]

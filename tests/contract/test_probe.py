@@ -17,9 +17,11 @@ import pytest
 import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import packhorse
 from packhorse.families import probe as probe_module
 from packhorse.families.models import attention_of
 from packhorse.families.probe import measure, probe
+from raising import raises_config
 
 SMALL = {
     "vocab_size": 128,
@@ -269,7 +271,7 @@ def test_a_mistake_in_the_measurement_itself_is_not_reported_as_one_of_the_model
 
 
 @pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["conv", "full_attention"]])
-def test_documents_that_mix_in_eager_attention_alone_are_a_problem(kinds: list[str]) -> None:
+def test_documents_that_mix_in_eager_attention_alone_exclude_that_attention(kinds: list[str]) -> None:
     class Mixing(Lfm2ForCausalLM):  # type: ignore[misc]
         def forward(self, *arguments: Any, **options: Any) -> Any:
             output = super().forward(*arguments, **options)
@@ -279,9 +281,13 @@ def test_documents_that_mix_in_eager_attention_alone_are_a_problem(kinds: list[s
 
     config = Lfm2Config(**SMALL, num_key_value_heads=1, layer_types=kinds)
     result = measure(Mixing, config)
-    assert result.problem.startswith("with eager attention, document 2 of a pack differs")
-    assert result.wrong
-    assert not measure(Lfm2ForCausalLM, config).problem
+    assert not result.problem
+    assert result.eager.startswith("document 2 of a pack differs from document 2 alone")
+    assert not measure(Lfm2ForCausalLM, config).eager
+    model = Mixing(config)
+    with raises_config("attn_implementation", "eager", match="document 2 of a pack differs"):
+        packhorse.prepare(model, "eager", device="cpu")
+    assert packhorse.prepare(model, device="cpu").attn_implementation == "sdpa"
 
 
 def test_eager_attention_that_raises_is_no_problem() -> None:

@@ -261,11 +261,64 @@ def test_layers_that_are_computed_again_without_their_documents_raise() -> None:
     model = prepare_model("lfm2")
     block = next(layer for layer in model.model.layers if hasattr(layer, "conv"))
     block.conv = Checkpointed(block.conv)
+    run(model, {"input_ids": IDS})  # no batch was packed yet
     for mode in (True, False):
-        logits = model.train(mode)(**batch()).logits
-        with raises_config("gradient_checkpointing", match="gradient_checkpointing_enable"):
-            logits.sum().backward()
-    run(model, {"input_ids": IDS})  # a batch that is not packed needs no documents
+        for between in (lambda: None, lambda: model(input_ids=IDS)):
+            logits = model.train(mode)(**batch()).logits
+            with torch.no_grad():
+                between()
+            with raises_config("gradient_checkpointing", match="gradient_checkpointing_enable"):
+                logits.sum().backward()
+    states = torch.rand(1, 5, model.config.hidden_size)
+    assert block.conv.layer(hidden_states=states).isfinite().all(), "a layer may be called alone"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_padded_and_packed_batches_are_computed_again_as_they_were(reentrant: bool, parity: Any) -> None:
+    def gradients(checkpointing: bool) -> dict[str, torch.Tensor]:
+        model = prepare_model("lfm2").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        padded, packed = model(input_ids=IDS).logits, model(**batch()).logits
+        with torch.no_grad():
+            model(input_ids=IDS)
+        (padded.square().mean() + packed.square().mean()).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    expected, found = gradients(False), gradients(True)
+    _, control = run(prepare_model("lfm2").train())
+    floor = noise_floor(expected, measure=relative_difference)
+    difference = relative_difference(found, expected)
+    parity.check("gradients", difference, floor, relative_difference(control, expected))
+
+
+def test_a_forward_pass_that_is_interrupted_leaves_no_documents_behind() -> None:
+    model, other = (made.train() for made in (prepare_model("lfm2"), plain("lfm2")))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for first in (False, True):
+        handle = model.model.layers[-1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(**batch())
+        handle.remove()
+        if first:
+            model(**batch())
+        with torch.no_grad():  # checkpoints layers too
+            assert torch.equal(model(input_ids=IDS).logits, other(input_ids=IDS).logits)
+
+
+def test_only_the_layers_that_were_prepared_are_reported_as_such() -> None:
+    model = prepare_model("lfm2")
+    assert is_installed(model, STATEFUL_LAYERS["lfm2"])
+    assert is_installed(model, ("NoSuchLayer",)) is False
+    unprepared = plain("lfm2")
+    unprepared.model.layers[0] = copy.deepcopy(model.model.layers[0])  # a layer alone finds no documents
+    assert not is_installed(unprepared, STATEFUL_LAYERS["lfm2"])
+    assert is_installed(unprepared, ("NoSuchLayer",))
 
 
 def test_a_block_mask_of_another_library_is_rejected() -> None:

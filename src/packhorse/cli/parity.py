@@ -149,7 +149,9 @@ def _compare(
                 unavailable.append((backend, error))
             except (IndexError, RuntimeError, TypeError, ValueError) as error:  # of the model's own code
                 what = f"{type(model).__name__} cannot be run with {backend}: {type(error).__name__}: {error}"
-                raise ConfigError(what, setting="model") from error
+                if requested:
+                    raise ConfigError(what, setting="model") from error
+                unavailable.append((backend, ConfigError(what, setting="model")))
             progress(done, len(backends))
     if not reports:
         raise unavailable[0][1]
@@ -289,7 +291,7 @@ def _describe_steps(passed: Sequence[str], reports: Sequence[ParityReport], opti
     """Return how a model is trained that only these reports prove right."""
     if not passed:
         return 'train it with padded batches, mode="pad"'
-    backend = "" if len(passed) == len(reports) > 1 else f", {passed[-1]!r}"
+    backend = "" if len(passed) == len(_BACKENDS) else f", {passed[-1]!r}"
     return (
         f"for training, call packhorse.prepare(model{backend}, allow_unproven=True{options}), then "
         "packhorse.load(…, model=model)"

@@ -108,6 +108,7 @@ class Packing:
         known: whether ``problems`` are facts, not only the lack of a proof.
         no_boundaries: why attention that takes boundaries of documents, as varlen and flash attention do,
             would be wrong; empty if it is right.
+        no_eager: why eager attention would be wrong; empty if it is right.
     """
 
     problems: tuple[str, ...] = ()
@@ -115,6 +116,7 @@ class Packing:
     tested: bool = True
     known: bool = True
     no_boundaries: str = ""
+    no_eager: str = ""
 
 
 def inspect_packing(model: object) -> Packing:
@@ -141,7 +143,7 @@ def inspect_packing(model: object) -> Packing:
             name = next(name for name, module in inner.named_modules() if module is modules.recurrent)
             kind = type(modules.recurrent).__name__
             why = f"{name} ({kind}) carries state along the row, as no layer of the tested class does"
-            return Packing((f"{model_class.__name__}: {why}{_HINT}",), layers, known=False)
+            return Packing((f"{model_class.__name__}: {why}{_HINT}",), layers, False, False)
         ignores = text.model_type in _IGNORE_BOUNDARIES
         return Packing(layers=layers, no_boundaries=_NO_BOUNDARIES if ignores else "")
     if odd := {kind: index for kind, index in layer_kinds(text).items() if kind not in _MEASURABLE_LAYERS}:
@@ -166,7 +168,7 @@ def _measure_packing(model_class: Any, config: ModelConfig, untested: Sequence[s
         why = f"{name}: its text is right in packed rows, as measured, but no test shows that its media are"
         problems = (why + _HINT,)
     no_boundaries = _NO_BOUNDARIES if result.varlen else ""
-    return Packing(problems, result.layers, False, not problems, no_boundaries)
+    return Packing(problems, result.layers, False, not problems, no_boundaries, result.eager)
 
 
 def _takes_media(model_class: type, config: ModelConfig) -> bool:
@@ -231,10 +233,10 @@ def unprepared_layers(model: object, packing: Packing | None = None) -> str:
     inner = resolve_model(model)[0] if packing.layers else None
     if inner is None or is_installed(inner, packing.layers):
         return ""
-    return _carry_state(inner, packing.layers)
+    return _describe_state(inner, packing.layers)
 
 
-def _carry_state(model: torch.nn.Module, layers: Sequence[str]) -> str:
+def _describe_state(model: torch.nn.Module, layers: Sequence[str]) -> str:
     return (
         f"{', '.join(layers)} of {type(model).__name__} carries state from one document of a packed "
         "row to the next, whatever the attention mask says"
@@ -243,7 +245,9 @@ def _carry_state(model: torch.nn.Module, layers: Sequence[str]) -> str:
 
 def unprepared_error(model: Any, layers: Sequence[str]) -> ConfigError:
     """The error for a model whose layers with state are not called document by document."""
-    return ConfigError(f"{_carry_state(model, layers)}: call packhorse.prepare(model) first", setting="model")
+    return ConfigError(
+        f"{_describe_state(model, layers)}: call packhorse.prepare(model) first", setting="model"
+    )
 
 
 def boundaries_error(problem: str) -> ConfigError:
@@ -339,7 +343,7 @@ def _inspect_modules(
                         )
                     if names[kind]:
                         continue
-                    if result.recurrent is None and _carries_state(module):
+                    if result.recurrent is None and _is_recurrent(module):
                         result.recurrent = module
                 if kind.__module__.startswith("torch.nn.") and not issubclass(kind, _RECURRENT):
                     plain.add(kind)
@@ -350,7 +354,7 @@ def _inspect_modules(
     return result
 
 
-def _carries_state(module: torch.nn.Module) -> bool:
+def _is_recurrent(module: torch.nn.Module) -> bool:
     """Whether a module is a recurrence or a convolution along the sequence, as far as its class shows."""
     # named_parameters() is too slow for every module of every batch, see _inspect_modules.
     if not STATE_WEIGHTS.isdisjoint(module._parameters):
@@ -367,7 +371,7 @@ def _has_tested_layers(
     if model is None:
         classes = {*model_classes(config), *(model_classes(text) if text is not config else ())}
     if not layers:
-        return not _may_carry_state(classes, text)
+        return not _has_untested_layers(classes, text)
     if model is not None:
         return modules.layers.issuperset(layers)
     files = {kind.__module__ for kind in classes} & sys.modules.keys()
@@ -375,7 +379,7 @@ def _has_tested_layers(
     return names.issuperset(layers)
 
 
-def _may_carry_state(classes: set[type], text: ModelConfig) -> bool:
+def _has_untested_layers(classes: set[type], text: ModelConfig) -> bool:
     """Whether a kind of layer is listed, or a class used, that no test has shown to keep documents apart."""
     if layer_kinds(text).keys() - _PROVEN_LAYERS:
         return True

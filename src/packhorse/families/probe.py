@@ -36,7 +36,7 @@ logger = logging.getLogger("packhorse.families.probe")
 _LENGTHS = ((40, 24), (24, 40), (7, 57))  # of document 1 and document 2; the first finds the layers
 _FIRST, _SECOND = _LENGTHS[0]
 _MOST_WEIGHTS = 50_000_000
-_VERSION = 4  # of the probe: cached results of another one are not used
+_VERSION = 5  # of the probe: cached results of another one are not used
 _FACTOR = 4  # what is allowed, in units of the noise floor
 _CONTROL = 20  # a leaking mask changes at least this many times what is allowed
 _ROUNDS = 3  # state may be carried by a layer and by another that contains it
@@ -62,6 +62,7 @@ class Probe:
         unhandled: as ``leak``, without calling layers document by document.
         varlen: why packed rows are wrong with attention that takes the boundaries of documents instead of a
             mask; empty if they are right.
+        eager: why packed rows are wrong with eager attention; empty if they are right.
         complete: whether nothing failed. What fails may do so because of this machine, as for lack of memory
             or of a package.
     """
@@ -75,6 +76,7 @@ class Probe:
     control: float = 0.0
     unhandled: float = 0.0
     varlen: str = ""
+    eager: str = ""
     complete: bool = True
 
 
@@ -268,7 +270,7 @@ def _measure_other_attention(rows: _Rows) -> dict[str, Any]:
         if attention_of(rows.model) != "eager":
             set_attention(rows.model, "eager")
             if why := _describe_mixing(rows.compare()):
-                fields |= {"problem": f"with eager attention, {why}", "wrong": True}
+                fields["eager"] = why
     except _CannotRun:  # nor can the model itself, whose user sees why
         fields["complete"] = False
     try:

@@ -32,7 +32,8 @@ from packhorse.families.varlen import VARLEN, VARLEN_ARGUMENTS
 
 logger = getLogger("packhorse.families.stateful")
 
-_BOUNDS = "_packhorse_bounds"
+_BOUNDS = "_packhorse_bounds"  # of a layer
+_DECODER_BOUNDS = "_packhorse_document_bounds"
 PER_DOCUMENT, BOUNDARIES = "per_document", "boundaries"
 _GATED_DELTA_NETS = (
     "OlmoHybridGatedDeltaNet",
@@ -65,7 +66,7 @@ _DENSE, _PADDING = 4, 2  # axes of a mask [B, 1, S, S], and of one [B, S]
 _PER_TOKEN = 3  # axes of a tensor [B, S, …] that has more than a number for each token
 # To measure whether kernels keep documents apart: how much larger replaced documents are, and by what share
 # of the largest value the other documents may change then. Rounding to bfloat16 is a fifth of that.
-_REPLACED, _LEAK = 8.0, 0.02
+_REPLACEMENT_SCALE, _ALLOWED_LEAK = 8.0, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +309,7 @@ class DocumentBounds:
             parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
         )
         self.documents: Documents | None = None
-        self._running = self._was_packed = False
+        self._running = self._has_packed = False
         self._changed: list[tuple[Any, str, Any]] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -316,20 +317,23 @@ class DocumentBounds:
         self, decoder: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Find the documents of the batch before the forward pass of the decoder."""
+        self._forget()  # torch calls no hook after a KeyboardInterrupt
         numbers = document_numbers({**dict(zip(self.names, arguments, strict=False)), **options})
-        self._running, self._was_packed = True, numbers is not None
+        self._running, self.documents = True, None if numbers is None else Documents(numbers)
+        self._has_packed = self._has_packed or numbers is not None
+        if numbers is not None or torch.is_grad_enabled():
+            self._keep_for_checkpoints(decoder, self.bind_layers(decoder))
         if numbers is None:
-            self.documents = None
             return None
-        self.documents = Documents(numbers)
-        layers = self.bind_layers(decoder)
-        self._keep_for_checkpoints(decoder, layers, self.documents)
         return arguments, {**options, "use_cache": False} if self.takes_use_cache else options
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, decoder: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         """Forget the documents after the forward pass."""
-        for module, name, function in self._changed:
+        self._forget()
+
+    def _forget(self) -> None:
+        for module, name, function in reversed(self._changed):
             setattr(module, name, function)
         self._changed.clear()
         self.documents, self._running = None, False
@@ -348,8 +352,8 @@ class DocumentBounds:
         return layers
 
     @contextmanager
-    def use(self, documents: Documents) -> Iterator[None]:
-        """Let layers use these documents outside of the forward pass of the decoder."""
+    def use(self, documents: Documents | None) -> Iterator[None]:
+        """Let layers use these documents (None: of a batch that is not packed) in the backward pass."""
         before = self.documents, self._running
         self.documents, self._running = documents, True
         try:
@@ -359,18 +363,16 @@ class DocumentBounds:
 
     def check_running(self, layer: torch.nn.Module) -> None:
         """Raise if a layer is computed again in the backward pass, without the documents of its batch."""
-        if self._running or not self._was_packed or not torch.is_grad_enabled():
+        if self._running or not self._has_packed or not _is_in_backward():
             return
         raise ConfigError(
-            f"{type(layer).__name__} is computed outside of the forward pass of its decoder after a packed "
-            "batch, where the documents of the batch are unknown. For gradient checkpointing call "
-            "model.gradient_checkpointing_enable(), or wrap layers in torch's checkpoint_wrapper",
+            f"{type(layer).__name__} is computed again in the backward pass, where the documents of its "
+            "batch are unknown. For gradient checkpointing call model.gradient_checkpointing_enable(), or "
+            "wrap layers in torch's checkpoint_wrapper",
             setting="gradient_checkpointing",
         )
 
-    def _keep_for_checkpoints(
-        self, decoder: torch.nn.Module, layers: Mapping[str, torch.nn.Module], documents: Documents
-    ) -> None:
+    def _keep_for_checkpoints(self, decoder: torch.nn.Module, layers: Mapping[str, torch.nn.Module]) -> None:
         """Let layers that are computed again in the backward pass use the documents of this forward pass."""
         modules: dict[int, torch.nn.Module] = {id(decoder): decoder}
         for name in layers:
@@ -384,7 +386,13 @@ class DocumentBounds:
                 function = vars(module).get(name)
                 if function is not None:
                     self._changed.append((module, name, function))
-                    setattr(module, name, partial(_checkpoint, function, self, documents))
+                    setattr(module, name, partial(_checkpoint, function, self, self.documents))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _is_in_backward() -> bool:
+    # Private: torch has no public way to ask whether a backward pass recomputes this forward.
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _gathers_inside(layer: torch.nn.Module) -> bool:
@@ -400,6 +408,8 @@ def _gathers_inside(layer: torch.nn.Module) -> bool:
 
 @cache
 def _fsdp_classes() -> tuple[type, ...]:
+    if not torch.distributed.is_available():
+        return ()
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     return FSDPModule, FullyShardedDataParallel
@@ -408,7 +418,7 @@ def _fsdp_classes() -> tuple[type, ...]:
 def _checkpoint(
     function: Callable[..., Any],
     bounds: DocumentBounds,
-    documents: Documents,
+    documents: Documents | None,
     forward: Callable[..., Any],
     *arguments: Any,
     **options: Any,
@@ -533,25 +543,27 @@ def _keeps_apart(
             return value
         if value.dim() < _PER_TOKEN or value.shape[:2] != (1, len(numbers)):
             return value
-        changed = _REPLACED * value.flip(-1)
+        changed = _REPLACEMENT_SCALE * value.flip(-1)
         return torch.where(replaced.view(1, -1, *(1 for _ in value.shape[2:])), changed, value)
 
     why = "they ignore the boundaries of documents"
-    # Random numbers go on as if nothing was measured: checkpointed layers run once more with the same ones.
+    # Both computations draw the same random numbers (of dropout in adapters), which go on as if nothing was
+    # measured: checkpointed layers run once more with the same ones.
     devices = [numbers.device] if numbers.is_cuda else []
-    with torch.no_grad(), torch.random.fork_rng(devices):
-        try:
-            before, after = (
-                _first_tensor(run(change=function))[0, ~replaced]
-                for function in (lambda value: value, change)
-            )
-        except (ValueError, TypeError, NotImplementedError) as error:  # they take no boundaries
-            apart, why = False, f"they raise {type(error).__name__}: {str(error).rstrip('.')}"
-        else:
-            size = float(before.abs().max())
-            if not size:  # as of weights that begin as zeros: a leak would not show
-                return False
-            apart = float((after - before).abs().max()) <= _LEAK * size
+
+    def compute(function: Callable[[Any], Any]) -> torch.Tensor:
+        with torch.no_grad(), torch.random.fork_rng(devices), _without_autocast_cache():
+            return _first_tensor(run(change=function))[0, ~replaced]
+
+    try:
+        before, after = compute(lambda value: value), compute(change)
+    except (ValueError, TypeError, NotImplementedError) as error:  # they take no boundaries
+        apart, why = False, f"they raise {type(error).__name__}: {str(error).rstrip('.')}"
+    else:
+        size = float(before.abs().max())
+        if not size:  # as of weights that begin as zeros: a leak would not show
+            return False
+        apart = float((after - before).abs().max()) <= _ALLOWED_LEAK * size
     if not apart:
         what = f"kernels of {type(layer).__name__} do not keep documents apart: {why}"
         if bounds.required:
@@ -560,6 +572,17 @@ def _keeps_apart(
         logger.warning("%s. These layers are called document by document instead", what)
     bounds.keeps_apart[kind] = apart
     return apart
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Let autocast keep no weights of a block without gradients, which it might use again with gradients."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 def _first_tensor(outputs: Any) -> torch.Tensor:
@@ -648,10 +671,10 @@ def install(
         return {}
     check_mode(layers, mode)
     decoder = _decoder_of(model, layers)
-    bounds = getattr(decoder, _BOUNDS, None)
+    bounds = getattr(decoder, _DECODER_BOUNDS, None)
     if bounds is None:
         bounds = DocumentBounds(decoder)
-        setattr(decoder, _BOUNDS, bounds)
+        setattr(decoder, _DECODER_BOUNDS, bounds)
         decoder.register_forward_pre_hook(bounds.begin, with_kwargs=True)
         decoder.register_forward_hook(bounds.end, always_call=True)
     bounds.required = mode == BOUNDARIES
@@ -689,8 +712,11 @@ def check_mode(layers: Mapping[str, torch.nn.Module], mode: str) -> None:
 
 def is_installed(model: torch.nn.Module, classes: Sequence[str]) -> bool:
     """Return whether all layers of these classes are called document by document."""
-    layers = layers_of(model, classes)
-    return not layers or isinstance(getattr(_decoder_of(model, layers), _BOUNDS, None), DocumentBounds)
+    for module in model.modules() if classes else ():
+        bounds = vars(module).get(_DECODER_BOUNDS)
+        if isinstance(bounds, DocumentBounds):
+            return set(classes) <= set(bounds.classes)
+    return not layers_of(model, classes)
 
 
 def _decoder_of(model: torch.nn.Module, layers: Mapping[str, torch.nn.Module]) -> torch.nn.Module:

@@ -126,6 +126,7 @@ class AttentionInfo:
         kernels: whether the package ``kernels`` is, which loads kernels of the Hub.
         bidirectional: whether the tokens of an image attend to each other in both directions.
         no_boundaries: why attention that takes boundaries of documents would be wrong; empty if it is right.
+        no_eager: why eager attention would be wrong; empty if it is right.
         softcap: whether scores are capped.
         sinks: whether there are attention sinks.
         dropout: of attention weights.
@@ -145,6 +146,7 @@ class AttentionInfo:
     kernels: bool = False
     bidirectional: bool = False
     no_boundaries: str = ""
+    no_eager: str = ""
     softcap: bool = False
     sinks: bool = False
     dropout: float = 0.0
@@ -172,6 +174,7 @@ def inspect_attention(
     takes = None
     with suppress(ConfigError):  # this PyTorch has no such kernel
         _, takes = varlen_kernel()
+    packing = inspect_packing(model)
     # Families have the names of their model types.
     bidirectional = {family.name for family in FAMILIES if family.bidirectional is not None}
     return AttentionInfo(
@@ -183,7 +186,8 @@ def inspect_attention(
         flash=installed_flash(),
         kernels=_has_kernels(),
         bidirectional=model.config.model_type in bidirectional,
-        no_boundaries=inspect_packing(model).no_boundaries,
+        no_boundaries=packing.no_boundaries,
+        no_eager=packing.no_eager,
         softcap=any(_values(config, "attn_logit_softcapping")),
         sinks=any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()),
         dropout=max((float(p) for name in _DROPOUTS for p in _values(config, name)), default=0.0),
@@ -276,6 +280,8 @@ def _backend_problems(info: AttentionInfo, backend: str, batch_format: str) -> I
             yield "its kernel needs a GPU of compute capability 9.0 (Hopper) or later"
     if batch_format in CONTIGUOUS and info.no_boundaries:
         yield f"it takes the boundaries of documents, and {info.no_boundaries}"
+    if backend == "eager" and info.no_eager:
+        yield info.no_eager
     if batch_format in CONTIGUOUS and info.bidirectional:
         yield "it is causal, and images of this model attend in both directions"
     if info.sinks and (

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -475,6 +475,8 @@ def prepare(
     if not is_accepted(model, packing) and (packing.known or not allow_unproven):
         raise packing_error(packing)
     info = inspect_attention(inner, device, dtype, autocast)
+    if packing.problems and attn_implementation in (None, "auto"):
+        info = replace(info, no_boundaries=info.no_boundaries or "nothing proves that this model uses them")
     backend = choose_attention(info, attn_implementation or "auto", longest)
     check_mode(layers_of(inner, packing.layers), stateful)
     use_attention(inner, backend)
