@@ -293,7 +293,7 @@ def test_padded_and_packed_batches_are_computed_again_as_they_were(reentrant: bo
     parity.check("gradients", difference, floor, relative_difference(control, expected))
 
 
-def test_a_forward_pass_that_is_interrupted_leaves_no_documents_behind() -> None:
+def test_documents_are_forgotten_after_a_forward_pass_that_is_interrupted() -> None:
     model, other = (made.train() for made in (prepare_model("lfm2"), plain("lfm2")))
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
