@@ -36,7 +36,7 @@ logger = logging.getLogger("packhorse.families.probe")
 _LENGTHS = ((40, 24), (24, 40), (7, 57))  # of document 1 and document 2; the first finds the layers
 _FIRST, _SECOND = _LENGTHS[0]
 _MOST_WEIGHTS = 50_000_000
-_VERSION = 5  # of the probe: cached results of another one are not used
+_VERSION = 6  # of the probe: cached results of another one are not used
 _FACTOR = 4  # what is allowed, in units of the noise floor
 _CONTROL = 20  # a leaking mask changes at least this many times what is allowed
 _ROUNDS = 3  # state may be carried by a layer and by another that contains it
@@ -225,8 +225,8 @@ def _measure(rows: _Rows) -> Probe:
             raise
         return _measure_separated(rows, layers, {}, f"a packed row cannot be run ({error})")
     if before.control <= _CONTROL * before.allowed:
-        why = f"a mask that leaks changes it by {before.control:.1e}, rounding by {before.floor:.1e}"
-        return Probe(problem=f"a tiny copy of it shows nothing: {why}", floor=before.floor, complete=False)
+        why = f"a mask that leaks changes logits by {before.control:.1e}, rounding by {before.floor:.1e}"
+        return Probe(problem=f"a tiny copy of it cannot show it: {why}", floor=before.floor, complete=False)
     numbers: dict[str, Any] = {"floor": before.floor, "control": before.control, "unhandled": before.leak}
     if before.ok:
         numbers |= {"leak": before.leak, "difference": before.difference}
@@ -237,7 +237,9 @@ def _measure(rows: _Rows) -> Probe:
         what = f"document 2 of a pack differs from document 2 alone by {before.difference:.1e}"
     if layers := rows.leaking_layers(before.allowed):
         return _measure_separated(rows, layers, numbers, what)
-    return Probe(problem=f"{what}, in no layer that carries state", wrong=True, **numbers)
+    if layers := rows.layers_unlike_alone(before.allowed):
+        what += f", first in {', '.join(layers)}"
+    return Probe(problem=what, wrong=True, **numbers)
 
 
 def _measure_separated(rows: _Rows, layers: tuple[str, ...], numbers: dict[str, Any], what: str) -> Probe:
@@ -495,23 +497,41 @@ class _Rows:
 
     def leaking_layers(self, allowed: float) -> tuple[str, ...]:
         """Return the classes of the innermost modules that let document 1 change document 2."""
+        return self._first_that_differ(lambda: self.pack_logits(0), lambda: self.pack_logits(1), allowed)
+
+    def layers_unlike_alone(self, allowed: float) -> tuple[str, ...]:
+        """Return the classes of the innermost modules that compute document 2 otherwise than alone."""
+
+        def compute_alone() -> None:
+            self._logits(input_ids=self.documents[2][:, :_SECOND], position_ids=torch.arange(_SECOND)[None])
+
+        return self._first_that_differ(lambda: self.pack_logits(0), compute_alone, allowed)
+
+    def _first_that_differ(
+        self, compute: Callable[[], Any], compute_otherwise: Callable[[], Any], allowed: float
+    ) -> tuple[str, ...]:
+        """Return the classes of the innermost modules with the same inputs and different outputs."""
         with _record_calls(self.model) as calls:
-            self.pack_logits(0)
+            compute()
             count = len(calls)
-            self.pack_logits(1)
+            compute_otherwise()
         if len(calls) != 2 * count:
             return ()
         found: dict[str, str] = {}
         for (name, taken, given), (_, taken_then, given_then) in zip(
             calls[:count], calls[count:], strict=True
         ):
-            same = all(_difference(a, b) <= allowed for a, b in zip(taken, taken_then, strict=True))
-            changed = any(_difference(a, b) > allowed for a, b in zip(given, given_then, strict=True))
+            same = _all_within(allowed, taken, taken_then)
+            changed = not _all_within(allowed, given, given_then)
             # Modules end before those that contain them, which are then not the innermost.
             contains = any(inner.startswith(f"{name}.") or not name for inner in found)
             if taken and same and changed and not contains:
                 found[name] = type(self.model.get_submodule(name)).__name__
         return tuple(dict.fromkeys(found.values()))
+
+
+def _all_within(allowed: float, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return all(_difference(a, b) <= allowed for a, b in zip(tensors, others, strict=True))
 
 
 Call = tuple[str, list[torch.Tensor], list[torch.Tensor]]
@@ -542,10 +562,10 @@ def _record_calls(model: Any) -> Iterator[list[Call]]:
 
 
 def _of_second(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the part of document 2 of tensors [1, S, …] in a value."""
+    """Yield the part of document 2 of tensors [1, S, …] in a value, which may be document 2 alone."""
     if isinstance(value, torch.Tensor):
-        if value.dim() > 1 and value.shape[0] == 1 and value.shape[1] == _FIRST + _SECOND:
-            yield value[0, _FIRST:].detach().float().clone()
+        if value.dim() > 1 and value.shape[0] == 1 and value.shape[1] in (_SECOND, _FIRST + _SECOND):
+            yield value[0, -_SECOND:].detach().float().clone()
     elif isinstance(value, tuple | list):
         for part in value:
             yield from _of_second(part)

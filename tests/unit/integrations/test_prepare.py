@@ -282,6 +282,19 @@ def test_the_report_names_the_layers_that_carry_state(name: str) -> None:
     assert prepare_for_any(model, device="cpu") == report, "a second call changes nothing"
 
 
+@pytest.mark.parametrize(("kind", "first"), [("Doge", "DogeAttention"), ("TrOCR", "TrOCRLearnedPositional")])
+def test_a_model_that_computes_a_packed_document_otherwise_is_rejected_with_the_layer(
+    kind: str, first: str
+) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2} if kind == "TrOCR" else sizes
+    config = getattr(transformers, f"{kind}Config")(vocab_size=64, **sizes)
+    with raises_config("model", match=f"alone by [^,]*, first in {first}"):
+        prepare(getattr(transformers, f"{kind}ForCausalLM")(config))
+
+
 def test_models_that_look_at_images_across_documents_are_rejected() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
     from transformers.models.mllama.configuration_mllama import MllamaTextConfig
@@ -291,5 +304,5 @@ def test_models_that_look_at_images_across_documents_are_rejected() -> None:
     with pytest.raises(ConfigError, match="cross attention"):
         prepare(MllamaForCausalLM(text))
     t5 = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    with pytest.raises(ConfigError, match="encoder"):
+    with pytest.raises(ConfigError, match="in packs and in padded rows$"):  # no advice to train it padded
         prepare(T5ForConditionalGeneration(t5))
