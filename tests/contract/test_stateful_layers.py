@@ -17,7 +17,7 @@ import packhorse
 from contract.test_packable_types import decoder, with_random_weights
 from noise_floor import largest_difference, noise_floor, relative_difference
 from packhorse.families.packing import STATEFUL_LAYERS, check_packable, inspect_packing
-from packhorse.families.stateful import Documents, install, is_installed, layers_of
+from packhorse.families.stateful import Documents, has_document_bounds, install, layers_of
 from raising import raises_config
 
 NAMES = ("qwen3_next", "lfm2", "bamba")
@@ -220,7 +220,7 @@ def test_a_prepared_model_is_saved_copied_and_pickled(tmp_path: Path, parity: An
         assert torch.equal(run(model)[0], expected), "a copy has weights of its own"
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
-    assert not is_installed(loaded, STATEFUL_LAYERS["lfm2"])
+    assert not has_document_bounds(loaded, STATEFUL_LAYERS["lfm2"])
     with raises_config("model", match=r"Lfm2ShortConv.*packhorse\.prepare\(model\)"):
         check_packable(loaded)
 
@@ -313,12 +313,12 @@ def test_documents_are_forgotten_after_a_forward_pass_that_is_interrupted() -> N
 
 def test_only_the_layers_that_were_prepared_are_reported_as_such() -> None:
     model = prepare_model("lfm2")
-    assert is_installed(model, STATEFUL_LAYERS["lfm2"])
-    assert is_installed(model, ("NoSuchLayer",)) is False
+    assert has_document_bounds(model, STATEFUL_LAYERS["lfm2"])
+    assert has_document_bounds(model, ("NoSuchLayer",)) is False
     unprepared = plain("lfm2")
     unprepared.model.layers[0] = copy.deepcopy(model.model.layers[0])  # a layer alone finds no documents
-    assert not is_installed(unprepared, STATEFUL_LAYERS["lfm2"])
-    assert is_installed(unprepared, ("NoSuchLayer",))
+    assert not has_document_bounds(unprepared, STATEFUL_LAYERS["lfm2"])
+    assert has_document_bounds(unprepared, ("NoSuchLayer",))
 
 
 def test_a_block_mask_of_another_library_is_rejected() -> None:

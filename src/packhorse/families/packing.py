@@ -26,7 +26,7 @@ from packhorse.families.models import (
     text_config,
     unwrap,
 )
-from packhorse.families.stateful import is_installed
+from packhorse.families.stateful import has_document_bounds
 from packhorse.families.tiny import LAYER_LISTS
 
 # fmt: off
@@ -231,7 +231,7 @@ def unprepared_layers(model: object, packing: Packing | None = None) -> str:
     """
     packing = inspect_packing(model) if packing is None else packing
     inner = resolve_model(model)[0] if packing.layers else None
-    if inner is None or is_installed(inner, packing.layers):
+    if inner is None or has_document_bounds(inner, packing.layers):
         return ""
     return _describe_state(inner, packing.layers)
 

@@ -593,7 +593,7 @@ def _first_tensor(outputs: Any) -> torch.Tensor:
 
 
 @cache
-def _is_installed(package: str) -> bool:
+def _has_package(package: str) -> bool:
     return find_spec(package) is not None
 
 
@@ -609,11 +609,11 @@ def boundary_arguments(layer: torch.nn.Module) -> tuple[str, ...]:
     kernel; without that kernel, rows of zeros between documents separate them for the convolution.
     """
     packages = kernel_packages(layer)
-    if not packages or not all(map(_is_installed, packages)):
+    if not packages or not all(map(_has_package, packages)):
         return ()
     if "fla" not in packages:
         return ("seq_idx",)
-    if _is_installed(_CONVOLUTION):
+    if _has_package(_CONVOLUTION):
         return ("cu_seq_lens_q", "seq_idx")
     return ("cu_seq_lens_q",) if _keeps_zeros(layer) else ()
 
@@ -702,7 +702,7 @@ def check_mode(layers: Mapping[str, torch.nn.Module], mode: str) -> None:
     names = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm", _CONVOLUTION: "causal-conv1d"}
     packages = kernel_packages(layer)
     # With fla alone, rows of zeros separate documents for the convolution, if there are no biases.
-    missing = [names[name] for name in packages if not _is_installed(name)] or [names[_CONVOLUTION]]
+    missing = [names[name] for name in packages if not _has_package(name)] or [names[_CONVOLUTION]]
     why = f"its kernels need {' and '.join(missing)}: pip install {' '.join(missing)}, or"
     if not packages:
         why = "it has no kernels that take the boundaries of documents:"
@@ -710,7 +710,7 @@ def check_mode(layers: Mapping[str, torch.nn.Module], mode: str) -> None:
     raise ConfigError(what, setting="stateful", value=BOUNDARIES)
 
 
-def is_installed(model: torch.nn.Module, classes: Sequence[str]) -> bool:
+def has_document_bounds(model: torch.nn.Module, classes: Sequence[str]) -> bool:
     """Return whether all layers of these classes are called document by document."""
     for module in model.modules() if classes else ():
         bounds = vars(module).get(_DECODER_BOUNDS)

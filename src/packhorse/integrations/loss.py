@@ -25,7 +25,7 @@ from packhorse.errors import ConfigError
 from packhorse.families.models import unwrap
 from packhorse.families.packing import unprepared_error
 from packhorse.families.router_loss import scaled_router_loss
-from packhorse.families.stateful import is_installed
+from packhorse.families.stateful import has_document_bounds
 from packhorse.types import World, to_device
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def batch_loss(
             state from one document to the next.
     """
     layers = getattr(getattr(batch, "info", None), "unprepared_layers", ())
-    if layers and not is_installed(unwrap(model), layers):
+    if layers and not has_document_bounds(unwrap(model), layers):
         raise unprepared_error(unwrap(model), layers)
     loss = token_loss(output.logits, batch["labels"], tokens, replicas, loss_weights_of(batch))
     auxiliary = scaled_router_loss(model, output)

@@ -26,7 +26,7 @@ from packhorse.families.models import (
     models_in,
     unwrap,
 )
-from packhorse.families.packing import accept_unproven, inspect_packing, is_accepted, packing_error
+from packhorse.families.packing import accept_unproven, check_packable
 from packhorse.families.router_loss import (
     check_model_router_loss,
     check_router_loss,
@@ -471,9 +471,7 @@ def prepare(
         raise ConfigError(f"{what}: pass what from_pretrained(…) returned", setting="model", value=model)
     inner = unwrap(model)
     check_router_loss(inner.config, True)
-    packing = inspect_packing(model)
-    if not is_accepted(model, packing) and (packing.known or not allow_unproven):
-        raise packing_error(packing)
+    packing = check_packable(model, measured=allow_unproven, trains=False)
     info = inspect_attention(inner, device, dtype, autocast)
     if packing.problems and attn_implementation in (None, "auto"):
         info = replace(info, no_boundaries=info.no_boundaries or "nothing proves that this model uses them")
