@@ -19,9 +19,18 @@ import pytest
 from packhorse.families.packing import STATEFUL_LAYERS
 
 _HERE = Path(__file__).parent
-_DELTA = ("qwen3_next", "olmo_hybrid")
+_DELTA = ("qwen3_next", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text")
 _MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
 _CONVOLUTION = ("lfm2", "lfm2_moe")
+_WITH_KERNELS = (*_DELTA, *_MAMBA, *_CONVOLUTION)
+_PARTS = [
+    *((name, part) for name in (*_DELTA, *_MAMBA) for part in ("convolution", "recurrence")),
+    *((name, "convolution") for name in _CONVOLUTION),
+]
+_CHECKPOINTED = [
+    *((name, "reentrant=False") for name in _WITH_KERNELS),
+    *((name, "reentrant=True") for name in _WITH_KERNELS if name != "zamba2"),
+]
 
 
 def compare(names: tuple[str, ...], *kernels: str) -> dict[str, Any]:
@@ -42,7 +51,7 @@ def without_convolution() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def with_all() -> dict[str, Any]:
-    return compare((*_DELTA, *_MAMBA, *_CONVOLUTION), "recurrence", "state_space", "convolution")
+    return compare(_WITH_KERNELS, "recurrence", "state_space", "convolution")
 
 
 def check(parity: Any, name: str, found: dict[str, Any]) -> None:
@@ -74,7 +83,7 @@ def test_layers_without_their_kernels_run_document_by_document(
     assert f"cannot be called with boundaries: its kernels need {missing}: pip install" in found["error"]
 
 
-@pytest.mark.parametrize("name", [*_DELTA, *_MAMBA, *_CONVOLUTION])
+@pytest.mark.parametrize("name", _WITH_KERNELS)
 def test_kernels_that_take_boundaries_keep_documents_apart(
     name: str, with_all: dict[str, Any], parity: Any
 ) -> None:
@@ -82,6 +91,64 @@ def test_kernels_that_take_boundaries_keep_documents_apart(
     assert found["arguments"] == (["cu_seq_lens_q", "seq_idx"] if name in _DELTA else ["seq_idx"])
     assert found["mode"] == {"auto": "boundaries", "per_document": "per_document"}
     check(parity, name, found)
+
+
+def check_part(parity: Any, name: str, part: str, found: dict[str, Any]) -> None:
+    """Assert that documents mix without the boundaries of one part of a layer, and that this is noticed."""
+    result = found[name]["without"][part]
+    check(parity, f"{name} without boundaries for the {part}", result)
+    (warning,) = result["warnings"]
+    layer = STATEFUL_LAYERS[name][0]
+    assert warning.startswith(f"kernels of {layer} do not keep documents apart: they ignore the boundaries")
+
+
+@pytest.mark.parametrize(("name", "part"), _PARTS)
+def test_the_kernels_of_convolution_and_recurrence_each_need_the_boundaries(
+    name: str, part: str, with_all: dict[str, Any], parity: Any
+) -> None:
+    check_part(parity, name, part, with_all)
+
+
+@pytest.mark.parametrize("part", ["convolution", "recurrence"])
+@pytest.mark.parametrize("name", _DELTA)
+def test_a_convolution_needs_gaps_and_the_kernel_of_the_recurrence_needs_boundaries(
+    name: str, part: str, without_convolution: dict[str, Any], parity: Any
+) -> None:
+    check_part(parity, name, part, without_convolution)
+
+
+@pytest.mark.parametrize("name", _WITH_KERNELS)
+def test_hidden_tokens_do_not_reach_the_kernels(name: str, with_all: dict[str, Any], parity: Any) -> None:
+    check(parity, f"{name} with hidden tokens", with_all[name]["hidden"])
+
+
+@pytest.mark.parametrize("name", _DELTA)
+def test_hidden_tokens_do_not_fill_the_gaps_between_documents(
+    name: str, without_convolution: dict[str, Any], parity: Any
+) -> None:
+    check(parity, f"{name} with hidden tokens", without_convolution[name]["hidden"])
+
+
+@pytest.mark.parametrize("name", _WITH_KERNELS)
+def test_a_batch_of_padding_alone_has_zero_gradients_with_kernels(
+    name: str, with_all: dict[str, Any]
+) -> None:
+    assert with_all[name]["padding"] == {"largest": 0.0, "same_weights": True}
+
+
+@pytest.mark.parametrize(("name", "checkpointing"), _CHECKPOINTED)
+def test_gradient_checkpointing_with_kernels_gives_the_same_gradients(
+    name: str, checkpointing: str, with_all: dict[str, Any], parity: Any
+) -> None:
+    check(parity, f"{name} with checkpointing", with_all[name]["checkpointing"][checkpointing])
+
+
+@pytest.mark.parametrize("name", _WITH_KERNELS)
+def test_generation_with_kernels_is_as_before(name: str, with_all: dict[str, Any], parity: Any) -> None:
+    found = with_all[name]["generation"]
+    assert found["same"], "the logits of a model that is not prepared"
+    parity.check(f"generated logits of {name}", found["difference"], found["floor"], found["control"])
+    assert found["packed_as_before"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+keeps_apart = True
+"""A control sets it to False; then ``seq_idx`` is ignored."""
+
 
 def causal_conv1d_fn(
     x: torch.Tensor,
@@ -21,6 +24,8 @@ def causal_conv1d_fn(
     assert not return_final_states
     if seq_idx is not None and (seq_idx.dtype != torch.int32 or x.stride(1) != 1):
         raise ValueError("seq_idx needs int32 and x in the layout [B, T, C]")
+    if not keeps_apart:
+        seq_idx = None
     length, width = x.shape[-1], weight.shape[-1]
     output = torch.zeros_like(x)
     for back in range(width):
@@ -34,6 +39,18 @@ def causal_conv1d_fn(
     return F.silu(output) if activation in ("silu", "swish") else output
 
 
-def causal_conv1d_update(*arguments: object) -> torch.Tensor:
-    """One token of generation, which the tests do not use."""
-    raise NotImplementedError
+def causal_conv1d_update(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    conv_state_indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The convolution of new tokens x [B, C, T]; ``conv_state``, the tokens before, changes in place."""
+    assert cache_seqlens is None
+    assert conv_state_indices is None
+    tokens = torch.cat([conv_state, x], -1)
+    conv_state.copy_(tokens[..., -conv_state.shape[-1] :])
+    return causal_conv1d_fn(tokens, weight, bias, activation=activation)[..., -x.shape[-1] :]

@@ -5,11 +5,12 @@ They have the arguments of the kernels, and keep documents apart by ``seq_idx`` 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from causal_conv1d import causal_conv1d_fn
+
+keeps_apart = True
+"""A control sets it to False; then the scan ignores ``seq_idx``, and the convolution does not."""
 
 
 def mamba_chunk_scan_combined(
@@ -29,18 +30,20 @@ def mamba_chunk_scan_combined(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
     return_varlen_states: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The state-space scan of x [B, T, H, P]; the state is zero again where ``seq_idx`` [B, T] changes."""
-    assert initial_states is None
     assert cu_seqlens is None
-    assert not return_final_states
     assert not return_varlen_states
+    if not keeps_apart:
+        seq_idx = None
     if dt_bias is not None:
         dt = dt + dt_bias
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     heads = x.shape[2] // B.shape[2]
     B, C = (part.repeat_interleave(heads, 2) for part in (B, C))
     state = x.new_zeros(x.shape[0], x.shape[2], x.shape[3], B.shape[-1])
+    if initial_states is not None:
+        state = initial_states
     outputs = []
     for t in range(x.shape[1]):
         if seq_idx is not None and t:
@@ -51,7 +54,8 @@ def mamba_chunk_scan_combined(
     output = torch.stack(outputs, 1)
     if D is not None:
         output = output + x * D[:, None]
-    return output if z is None else output * F.silu(z)
+    output = output if z is None else output * F.silu(z)
+    return (output, state) if return_final_states else output
 
 
 def mamba_split_conv1d_scan_combined(
@@ -76,6 +80,8 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
 ) -> torch.Tensor:
     """Convolution, scan, gated norm and projection of a Mamba-2 layer; what the layer calls in training."""
+    assert initial_states is None
+    assert not return_final_states
     assert headdim is not None
     assert outproj_weight is not None
     heads = A.shape[0]
@@ -103,7 +109,9 @@ def mamba_split_conv1d_scan_combined(
         seq_idx=seq_idx,
         dt_softplus=True,
         dt_limit=dt_limit,
-    ).reshape(*shape, inner)
+    )
+    assert isinstance(scanned, torch.Tensor)
+    scanned = scanned.reshape(*shape, inner)
     if rmsnorm_weight is None:
         gated = scanned * F.silu(z)
     elif norm_before_gate:
@@ -119,6 +127,27 @@ def _norm(value: torch.Tensor, weight: torch.Tensor, eps: float, groups: int) ->
     return normed.flatten(-2) * weight
 
 
-def selective_state_update(*arguments: Any) -> torch.Tensor:
-    """One token of generation, which the tests do not use."""
-    raise NotImplementedError
+def selective_state_update(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One step of the scan for x [B, H, P], which changes ``state`` [B, H, P, N] in place."""
+    assert state_batch_indices is None
+    if dt_bias is not None:
+        dt = dt + dt_bias
+    dt = F.softplus(dt) if dt_softplus else dt
+    heads = x.shape[1] // B.shape[1]
+    B, C = (part.repeat_interleave(heads, 1) for part in (B, C))
+    state.copy_(state * (dt[..., None] * A).exp() + (dt * x)[..., None] * B[:, :, None])
+    output = (state * C[:, :, None]).sum(-1)
+    output = output if D is None else output + x * D
+    return output if z is None else output * F.silu(z)
