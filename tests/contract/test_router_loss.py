@@ -32,7 +32,7 @@ from packhorse import batch_loss, count_supervised, model_inputs, prepare
 from packhorse.collate.packed import collate_packs, loss_inputs
 from packhorse.collate.packer import Packer
 from packhorse.families.models import router_loss_coefficient
-from packhorse.families.router_loss import has_router_loss, is_installed
+from packhorse.families.router_loss import has_router_loss, takes_router_mask
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.transformers import TrainFromLoader
 from packhorse.tools.parity import check_parity
@@ -650,7 +650,7 @@ def test_a_class_that_drops_shift_labels_has_the_router_loss(experts: Any, mode:
         load(dropping, mode="pad")
     for model in (experts, dropping):
         prepare(model, "sdpa")
-        assert is_installed(model)
+        assert takes_router_mask(model)
         assert has_router_loss(model.config)
     (batch,) = load(dropping, mode=mode, **({"batch_size": 12} if mode == "pad" else {"pack_size": 2048}))
     with torch.no_grad():

@@ -30,8 +30,8 @@ from packhorse.families.models import (
 ROUTER_MASK = "router_mask"
 """Name of the input that says which tokens count, bool [B, S]."""
 
-_STATE = "_packhorse_router_loss"
-_OWN_FORWARD = "_packhorse_router_loss_forward"
+_ROUTED_TOKENS = "_packhorse_router_loss"
+_INSTANCE_FORWARD = "_packhorse_router_loss_forward"
 _WRAPPER = "_packhorse_takes_router_mask"
 
 
@@ -48,9 +48,9 @@ class RoutedTokens:
 
     def release(self) -> bool:
         """Forget the mask; return whether the decoder has got it."""
-        given = self._shape is None
+        delivered = self._shape is None
         self._shape = self._mask = None
-        return given
+        return delivered
 
     def give_mask(
         self, module: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
@@ -63,9 +63,9 @@ class RoutedTokens:
                 "prepare again after that. If it still fails, load the model again and call prepare last",
                 setting="model",
             )
-        given = options.get("attention_mask")
+        mask = options.get("attention_mask")
         # By shape: FSDP may have copied it.
-        if self._shape is None or not isinstance(given, torch.Tensor) or given.shape != self._shape:
+        if self._shape is None or not isinstance(mask, torch.Tensor) or mask.shape != self._shape:
             return None
         self._shape = None
         return arguments, {**options, "attention_mask": self._mask}
@@ -91,18 +91,18 @@ def without_router_loss(config: Any) -> Iterator[None]:
             part.output_router_logits = value
 
 
-def is_installed(model: object) -> bool:
-    """Return whether :func:`install_router_loss` has changed the model (None: there is none)."""
-    return hasattr(model, _STATE)
+def takes_router_mask(model: object) -> bool:
+    """Return whether :func:`install_router_loss` has prepared the model (None: there is none)."""
+    return hasattr(model, _ROUTED_TOKENS)
 
 
-def check_router_loss(config: Any, installed: bool) -> None:
+def check_router_loss(config: Any, takes_mask: bool) -> None:
     """Raise if padding would change what the model adds to cross entropy.
 
     Args:
         config: of the model; None if unknown.
-        installed: whether the model computes the auxiliary loss of its router from tokens of documents
-            (:func:`is_installed`).
+        takes_mask: whether the model computes the auxiliary loss of its router from tokens of documents
+            (:func:`takes_router_mask`).
     """
     if config is None:
         return
@@ -114,7 +114,7 @@ def check_router_loss(config: Any, installed: bool) -> None:
             "depends on how rows are packed. Set model.z_loss_coefficient = 0 and "
             "model.config.get_text_config().z_loss_coefficient = 0 to train without it",
         )
-    if has_router_loss(config) and not installed:
+    if has_router_loss(config) and not takes_mask:
         raise ConfigError.of(
             "output_router_logits",
             True,
@@ -127,7 +127,7 @@ def check_router_loss(config: Any, installed: bool) -> None:
 def check_model_router_loss(model: object) -> None:
     """As :func:`check_router_loss`, for a model in any wrapper."""
     inner, config = resolve_model(model)
-    check_router_loss(config, is_installed(inner))
+    check_router_loss(config, takes_router_mask(inner))
 
 
 def scaled_router_loss(model: object, output: Any) -> torch.Tensor | None:
@@ -153,20 +153,20 @@ def install_router_loss(model: object) -> None:
     parts = (inner.config, text_config(inner.config))
     if not any(hasattr(part, "output_router_logits") for part in parts):
         return
-    if not is_installed(inner):
-        tokens = RoutedTokens()
-        setattr(inner, _STATE, tokens)
+    if not takes_router_mask(inner):
+        routed_tokens = RoutedTokens()
+        setattr(inner, _ROUTED_TOKENS, routed_tokens)
         for child in inner.children():
             # First, because layers with state look for documents in the mask of the batch.
-            child.register_forward_pre_hook(tokens.give_mask, with_kwargs=True, prepend=True)
+            child.register_forward_pre_hook(routed_tokens.give_mask, with_kwargs=True, prepend=True)
     elif not _has_lost_forward(inner):
         return
-    vars(inner).pop(_OWN_FORWARD, None)
-    if (own := vars(inner).get("forward")) is not None:
-        setattr(inner, _OWN_FORWARD, own)
+    vars(inner).pop(_INSTANCE_FORWARD, None)
+    if (instance_forward := vars(inner).get("forward")) is not None:
+        setattr(inner, _INSTANCE_FORWARD, instance_forward)
     # Not hooks of the head: older PEFT calls its forward pass without them. Bound, so that deepcopy binds the
     # copy.
-    inner.forward = MethodType(_wrap(inspect.unwrap(type(inner).forward)), inner)
+    inner.forward = MethodType(_wrap_forward(inspect.unwrap(type(inner).forward)), inner)
 
 
 def _has_lost_forward(model: Any) -> bool:
@@ -182,18 +182,18 @@ def _has_lost_forward(model: Any) -> bool:
     return function is inspect.unwrap(type(model).forward) and not hasattr(innermost, _WRAPPER)
 
 
-def _wrap(original: Any) -> Any:
-    """Return the forward pass of a head with this signature."""
+def _wrap_forward(original: Any) -> Any:
+    """Return a forward pass that takes a router mask, with the signature of ``original``."""
     signature = inspect.signature(original)
     names = tuple(signature.parameters)[1:]
 
     def forward(self: Any, *arguments: Any, router_mask: torch.Tensor | None = None, **options: Any) -> Any:
-        own = vars(self).get(_OWN_FORWARD) or functools.partial(type(self).forward, self)
-        given = {**dict(zip(names, arguments, strict=False)), **options}
+        inner_forward = vars(self).get(_INSTANCE_FORWARD) or functools.partial(type(self).forward, self)
+        inputs = {**dict(zip(names, arguments, strict=False)), **options}
         if router_mask is None:
-            _check_unpacked(self, given)
-            return own(*arguments, **options)
-        return _run(self, own, router_mask, given)
+            _check_unpacked(self, inputs)
+            return inner_forward(*arguments, **options)
+        return _run_with_router_mask(self, inner_forward, router_mask, inputs)
 
     functools.update_wrapper(forward, original)
     forward.__signature__ = signature  # type: ignore[attr-defined]
@@ -209,16 +209,16 @@ def _wrap(original: Any) -> Any:
     return call_forward
 
 
-def _check_unpacked(model: Any, given: Mapping[str, Any]) -> None:
+def _check_unpacked(model: Any, inputs: Mapping[str, Any]) -> None:
     """Raise if a packed batch does not say which of its tokens count in the auxiliary loss."""
-    wanted = given.get("output_router_logits")
-    if not (has_router_loss(model.config) if wanted is None else wanted):
+    adds_loss = inputs.get("output_router_logits")
+    if not (has_router_loss(model.config) if adds_loss is None else adds_loss):
         return
-    if any(given.get(name) is not None for name in CACHES):  # generation
+    if any(inputs.get(name) is not None for name in CACHES):  # generation
         return
-    mask = given.get("attention_mask")
-    other_mask = mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2)
-    if other_mask or given.get("cu_seq_lens_q") is not None:
+    mask = inputs.get("attention_mask")
+    is_padding_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
+    if (mask is not None and not is_padding_mask) or inputs.get("cu_seq_lens_q") is not None:
         raise ConfigError.of(
             "output_router_logits",
             True,
@@ -228,20 +228,22 @@ def _check_unpacked(model: Any, given: Mapping[str, Any]) -> None:
         )
 
 
-def _run(model: Any, own: Any, router_mask: torch.Tensor, given: dict[str, Any]) -> Any:
+def _run_with_router_mask(
+    model: Any, inner_forward: Any, router_mask: torch.Tensor, inputs: dict[str, Any]
+) -> Any:
     """Run the forward pass of a head with the tokens that count."""
-    state: RoutedTokens = getattr(model, _STATE)
-    whole = given.pop("return_dict", None)
-    whole = model.config.return_dict if whole is None else whole
-    some = router_mask.any()
+    routed_tokens: RoutedTokens = getattr(model, _ROUTED_TOKENS)
+    return_dict = inputs.pop("return_dict", None)
+    return_dict = model.config.return_dict if return_dict is None else return_dict
+    any_counts = router_mask.any()
     # In a batch of placeholders nothing counts, and a mean over no token has no value: it is removed below.
-    tokens = (router_mask | ~some).to(torch.int64)
-    state.hold(given.get("attention_mask"), tokens)
+    tokens = (router_mask | ~any_counts).to(torch.int64)
+    routed_tokens.hold(inputs.get("attention_mask"), tokens)
     try:
-        output = own(**{**given, "attention_mask": tokens, "return_dict": True})
+        output = inner_forward(**{**inputs, "attention_mask": tokens, "return_dict": True})
     finally:
-        complete = state.release()
-    if not complete:
+        mask_delivered = routed_tokens.release()
+    if not mask_delivered:
         raise ConfigError(
             f"{type(model).__name__} does not pass attention_mask on to its decoder, so documents of a pack "
             "would not be kept apart: set output_router_logits = False",
@@ -251,11 +253,11 @@ def _run(model: Any, own: Any, router_mask: torch.Tensor, given: dict[str, Any])
     if isinstance(auxiliary, torch.Tensor):
         _check_gradient(model, output.logits, auxiliary)
         # Subtracted, not multiplied by 0: values and gradients of other batches do not change at all.
-        excess = torch.where(some.to(auxiliary.device), 0, auxiliary)
+        excess = torch.where(any_counts.to(auxiliary.device), 0, auxiliary)
         output["aux_loss"] = auxiliary - excess
         if output.get("loss") is not None:
             output["loss"] = output.loss - router_loss_coefficient(model) * excess.to(output.loss.device)
-    return output if whole else output.to_tuple()
+    return output if return_dict else output.to_tuple()
 
 
 def _check_gradient(model: Any, logits: torch.Tensor, auxiliary: torch.Tensor) -> None:

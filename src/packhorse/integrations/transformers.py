@@ -32,7 +32,7 @@ from packhorse.families.router_loss import (
     check_router_loss,
     has_router_loss,
     install_router_loss,
-    is_installed,
+    takes_router_mask,
 )
 from packhorse.families.stateful import BOUNDARIES, PER_DOCUMENT, check_mode, install, layers_of
 from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
@@ -483,7 +483,7 @@ def prepare(
     make_honour_shift_labels(inner)
     install_router_loss(inner)
     layers = install(inner, packing.layers, stateful, info.device)
-    if (layers or is_installed(inner)) and is_compiled(model):
+    if (layers or takes_router_mask(inner)) and is_compiled(model):
         torch.compiler.reset()  # code compiled before has no hooks
     if packing.problems:
         accept_unproven(inner)

@@ -47,7 +47,7 @@ from packhorse.families.models import (
 )
 from packhorse.families.packing import Packing, boundaries_error, check_decoder, check_packable
 from packhorse.families.qwen_vl import RopeIndex, rope_index
-from packhorse.families.router_loss import check_router_loss, has_router_loss, is_installed
+from packhorse.families.router_loss import check_router_loss, has_router_loss, takes_router_mask
 from packhorse.formats.conversation import parse_conversation, parse_documents
 from packhorse.formats.in_memory import ConvertedRows, open_examples
 from packhorse.formats.meta import (
@@ -293,7 +293,7 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
         type(known).__name__,
         inner is not None,
         packing.no_boundaries,
-        is_installed(inner),
+        takes_router_mask(inner),
         packing.layers if inner is None and trains else (),
     )
 
