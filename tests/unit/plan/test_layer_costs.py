@@ -242,7 +242,7 @@ def mamba_2(layer: Any) -> Scan:
     return Scan(operations, operations + repeated + 2 * passed // chunk, Fraction(passed, chunk**2))
 
 
-def matrices_left_out(model: Any) -> int:
+def uncounted_matrices(model: Any) -> int:
     """Operations of the small matrices that the weights do not have."""
     # The gate of a shared expert; Zamba 2's matrix after shared attention, and adapters of its MLP.
     names = re.compile(r"shared_expert_gate|\.linear$|_adapter_list\.")
@@ -257,8 +257,8 @@ def test_the_operations_are_those_that_pytorch_counts(name: str) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     matrices, convolutions, products = counted_operations(model).values()
     weights, scan = CostWeights.of_model(config), scan_of(model)
-    # The weights are sums of integers; padding of convolutions is a constant, which they leave out.
-    rest = weights.token + matrices_left_out(model) - matrices.token - convolutions.token
+    # The weights are sums of integers; padding of convolutions is a constant, which they do not have.
+    rest = weights.token + uncounted_matrices(model) - matrices.token - convolutions.token
     if scan.operations:
         assert (rest, products.token) == (scan.operations, scan.counted)
     else:  # experts and gates that are multiplied in batches
