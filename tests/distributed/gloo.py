@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,6 +25,11 @@ def process_group(rank: int, size: int, folder: str) -> Iterator[None]:
         world_size=size,
         timeout=timedelta(seconds=120),
     )
-    yield
-    gc.collect()
-    dist.destroy_process_group()
+    try:
+        yield
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they keep local models
+        raise
+    finally:
+        gc.collect()
+        dist.destroy_process_group()

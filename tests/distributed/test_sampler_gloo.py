@@ -1,15 +1,14 @@
 """Real processes with gloo: the same steps everywhere, similar lengths in each, own rows only."""
 
 import json
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from distributed.gloo import process_group
 from packhorse.datasets import RobustDatasetWrapper, open_meta_dataset
 from packhorse.errors import ConfigError
 from packhorse.samplers import LengthGroupedSampler
@@ -20,17 +19,8 @@ ROWS, BATCH, MAX_LENGTH, EPOCHS = 3997, 4, 1500, 3
 
 def rank_main(rank: int, size: int, folder: str) -> None:
     """What every process runs; what it saw goes into a file."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=120),
-    )
-    try:
+    with process_group(rank, size, folder):
         seen = _run_samplers(rank, size, folder)
-    finally:
-        dist.destroy_process_group()
     Path(folder, f"rank{rank}.json").write_text(json.dumps(seen))
 
 
