@@ -12,10 +12,10 @@ import packhorse
 from contract.processors import processor
 from contract.tiny_models import tiny_model
 from contract.torchvision_ops import make_torchvision_importable
+from lightning_module import PackedModule
 from loader_samples import texts
-from packhorse.collate_fns import model_inputs
 from packhorse.errors import ConfigError
-from packhorse.integrations.lightning import LoaderDataModule, step_loss
+from packhorse.integrations.lightning import LoaderDataModule
 from packhorse.integrations.loss import batch_loss
 from packhorse.integrations.transformers import prepare
 from packhorse.types import World
@@ -24,26 +24,22 @@ from raising import raises_config
 make_torchvision_importable()
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, item: Any, number: int) -> torch.Tensor:
-        batch, tokens = item
-        return step_loss(self.trainer, self.model(**model_inputs(batch)).logits, batch, tokens)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+class LogitsModule(PackedModule):
+    def run_model(self, batch: Any) -> Any:
+        return super().run_model(batch).logits
 
 
-class WholeOutput(Module):
-    def training_step(self, item: Any, number: int) -> torch.Tensor:
-        batch, tokens = item
-        output = self.model(**model_inputs(batch))
-        loss = step_loss(self.trainer, output, batch, tokens)
-        assert torch.equal(loss, batch_loss(self.model, output, batch, tokens, replicas=2))
-        assert output.aux_loss > 0
+class ComparedModule(PackedModule):
+    """Its step has the loss of ``batch_loss``, and an auxiliary loss."""
+
+    def run_model(self, batch: Any) -> Any:
+        self.output = super().run_model(batch)
+        return self.output
+
+    def training_step(self, item: Any, index: int) -> torch.Tensor:
+        loss = super().training_step(item, index)
+        assert torch.equal(loss, batch_loss(self.model, self.output, *item, replicas=2))
+        assert self.output.aux_loss > 0
         return loss
 
 
@@ -58,9 +54,9 @@ def test_the_loss_of_a_step_needs_the_output_of_a_model_with_a_router_loss() -> 
         return packhorse.load(texts(8), processor("qwen3_vl"), model=model, world=World(), **settings)
 
     prepare(model, device="cpu")
-    lightning.Trainer(**options).fit(WholeOutput(model), LoaderDataModule(loader()))
+    lightning.Trainer(**options).fit(ComparedModule(model), LoaderDataModule(loader()))
     with raises_config("output", match="pass the output of the model"):
-        lightning.Trainer(**options).fit(Module(model), LoaderDataModule(loader()))
+        lightning.Trainer(**options).fit(LogitsModule(model), LoaderDataModule(loader()))
 
 
 class SaveAfter(lightning.Callback):
@@ -90,10 +86,10 @@ def test_a_checkpoint_within_an_optimizer_step_is_rejected(tmp_path: Path, batch
     )
     if batch % 2 == 0:
         with pytest.raises(ConfigError, match="checkpoint after 1 micro-batches of an optimizer step of 2"):
-            trainer.fit(Module(model), LoaderDataModule(loader))
+            trainer.fit(PackedModule(model), LoaderDataModule(loader))
         assert not file.exists()
     else:
-        trainer.fit(Module(model), LoaderDataModule(loader))
+        trainer.fit(PackedModule(model), LoaderDataModule(loader))
         state = torch.load(file, weights_only=False)["LoaderDataModule"]
         assert (state["batches"], state["loader"]["segments"][-1][-1]) == (4, 4)
 
@@ -107,5 +103,5 @@ def test_a_model_that_runs_another_attention_than_the_batches_are_for_is_rejecte
     with pytest.raises(
         ConfigError, match=r"runs 'varlen' attention, but the loader builds batches for .*'sdpa'"
     ):
-        trainer.fit(Module(model), LoaderDataModule(loader))
+        trainer.fit(PackedModule(model), LoaderDataModule(loader))
     assert not loader.cursor
