@@ -98,7 +98,7 @@ def parity(
         no_boundaries = prepared.packing.no_boundaries
         reports, unavailable = _compare(loaded, opened, chosen, attn_implementation, rows, no_boundaries)
     if as_json:
-        whole = {
+        result = {
             "version": 1,
             "passed": all(report.ok for report in reports),
             "dropped": chosen.dropped,
@@ -107,7 +107,7 @@ def parity(
             "stateful_layers": {name: mode for name, (_, mode) in prepared.layers.items()},
             "proven": not prepared.packing.problems,
         }
-        typer.echo(terminal.to_json(whole))
+        typer.echo(terminal.to_json(result))
     else:
         _print(reports, unavailable, verbose)
         for line in prepared.describe(reports):

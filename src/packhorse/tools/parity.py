@@ -1,8 +1,9 @@
 """Compare packed with unpacked training for a model, a processor and an attention backend.
 
 A few samples go through the model one by one and packed; the loss of every supervised token and the gradients
-are compared. If they differ, the report names the common causes that apply: wrong positions, attention across
-documents, labels shifted twice. Costs a few forward and backward passes.
+are compared. If they differ, the report names the common causes that apply: layers that carry state from one
+document to the next, labels shifted twice, wrong positions, attention across documents. Costs a few forward
+and backward passes.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Packed:
 def likely_causes(
     packed: Packed, labels: Sequence[torch.Tensor], samples: Any, own_rope: RopeIndex | None, tolerance: float
 ) -> tuple[str, ...]:
-    """Return the causes of a difference that can be shown in a batch.
+    """Return the causes of a difference that can be shown in a batch, layers that carry state first.
 
     ``labels`` are those of the visible tokens of each sample alone; ``samples`` are encoded and not shifted.
     """
