@@ -182,6 +182,36 @@ def test_labels_shifted_wrongly_are_named(examples: Any, by: int, words: str) ->
     assert words in cause
 
 
+CAUSES = {
+    "state": "Qwen3_5GatedDeltaNet of Qwen3_5ForConditionalGeneration carries state from one document",
+    "positions": "position_ids have the shape",
+    "mask": "attention leaks: pack 0, document 2 (2) changes with the tokens of pack 0, document 1 (0)",
+}
+
+
+@pytest.mark.parametrize(
+    ("mistakes", "causes"),
+    [
+        (["state"], ["state"]),
+        (["state", "mask"], ["state"]),  # while the state leaks, logits show nothing about the mask
+        (["state", "positions"], ["state", "positions"]),
+        (["mask"], ["mask"]),
+        (["mask", "positions"], ["positions", "mask"]),
+    ],
+)
+def test_a_state_leak_is_the_first_cause(
+    files: dict[str, Path], mistakes: list[str], causes: list[str]
+) -> None:
+    rows = [{"conversation": conversation("qwen3_5", case, files)} for case in CASES]
+    model = tiny_model("qwen3_5", by_document="state" not in mistakes)
+    options: dict[str, Any] = {"collate": leaking} if "mask" in mistakes else {}
+    options |= {"get_rope_index": None} if "positions" in mistakes else {}
+    report = check_parity(model, processor("qwen3_5"), rows, **options)
+    assert not report.ok
+    for cause, name in zip(report.causes, causes, strict=True):
+        assert cause.startswith(CAUSES[name])
+
+
 def test_positions_that_run_on_are_named(files: dict[str, Path]) -> None:
     rows = [{"conversation": conversation("llava_onevision", case, files)} for case in CASES]
 
