@@ -109,7 +109,7 @@ def train(rank: int, folder: str) -> None:
     torch.save(gradients(model), f"{folder}/rank{rank}.pt")
 
 
-MICRO_BATCHES = [(rank, step) for rank in range(RANKS) for step in range(2) if (rank, step) != PADDING]
+WITH_SAMPLES = [(rank, step) for rank in range(RANKS) for step in range(2) if (rank, step) != PADDING]
 
 
 def gradients_in_one_process(model: Any, batches: list[Any], weighted: bool = True) -> torch.Tensor:
@@ -122,13 +122,13 @@ def gradients_in_one_process(model: Any, batches: list[Any], weighted: bool = Tr
 
 
 def gradients_of_padded_batches(order: int = 1, width: int = 17, weighted: bool = True) -> torch.Tensor:
-    batches = [padded_batch(*place, width) for place in MICRO_BATCHES][::order]
+    batches = [padded_batch(*place, width) for place in WITH_SAMPLES][::order]
     return gradients_in_one_process(tiny_model(), batches, weighted)
 
 
 def gradients_of_packs(mistake: Callable[[dict[str, Any]], dict[str, Any]]) -> torch.Tensor:
     model = prepared_model()
-    batches = [mistake(packed_batch(*place, model)) for place in MICRO_BATCHES]
+    batches = [mistake(packed_batch(*place, model)) for place in WITH_SAMPLES]
     return gradients_in_one_process(model, batches)
 
 
