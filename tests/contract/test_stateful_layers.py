@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,29 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 import packhorse
+from contract.calls import render
+from contract.processors import processor
 from contract.test_packable_types import decoder, with_random_weights
+from contract.tiny_models import tiny_model
 from noise_floor import largest_difference, noise_floor, relative_difference
 from packhorse.families.packing import STATEFUL_LAYERS, check_packable, inspect_packing
 from packhorse.families.stateful import Documents, has_document_bounds, install, layers_of
 from raising import raises_config
 
-NAMES = ("qwen3_next", "lfm2", "bamba")
+NAMES = ("qwen3_next", "lfm2", "bamba", "jamba", "falcon_mamba")
 LENGTHS = (11, 3, 14)
-IDS = torch.randint(5, 90, (2, sum(LENGTHS)), generator=torch.Generator().manual_seed(3))
+UNPREPARED = r"Lfm2ShortConv.*packhorse\.prepare\(model\)"
+OTHER_LENGTHS = ((9, 8), (4, 30, 2, 5))
+
+
+def token_ids(length: int) -> torch.Tensor:
+    return torch.randint(5, 90, (2, length), generator=torch.Generator().manual_seed(3))
+
+
+IDS = token_ids(sum(LENGTHS))
 
 
 def plain(name: str) -> Any:
@@ -36,26 +49,46 @@ def prepare_model(name: str) -> Any:
     return model
 
 
-def batch(hidden: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
-    """Two rows with three documents; with hidden tokens."""
-    numbers = (torch.arange(len(LENGTHS)) + 1).repeat_interleave(torch.tensor(LENGTHS))
+def batch(
+    hidden: Sequence[int] = (), lengths: Sequence[int] = LENGTHS, *, masked: bool = True
+) -> dict[str, torch.Tensor]:
+    """Two rows with documents of these lengths; with hidden tokens."""
+    numbers = (torch.arange(len(lengths)) + 1).repeat_interleave(torch.tensor(lengths))
     numbers[list(hidden)] = 0
-    seen = (numbers[:, None] == numbers) & torch.ones(len(numbers), len(numbers)).tril().bool()
-    seen &= (numbers > 0)[:, None]
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    return {
-        "input_ids": IDS,
-        "attention_mask": seen[None, None].expand(2, -1, -1, -1),
-        "position_ids": positions.expand(2, -1),
-    }
+    mask = (numbers[:, None] == numbers) & torch.ones(len(numbers), len(numbers)).tril().bool()
+    mask &= (numbers > 0)[:, None]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    inputs = {"attention_mask": mask[None, None].expand(2, -1, -1, -1)} if masked else {}
+    return {"input_ids": token_ids(len(numbers)), "position_ids": positions.expand(2, -1), **inputs}
 
 
 def run(model: Any, inputs: dict[str, Any] | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    logits = model(**(batch() if inputs is None else inputs)).logits
+    return gradients_of(model, model(**(batch() if inputs is None else inputs)).logits)
+
+
+def gradients_of(model: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return logits, and the gradients of the mean of their squares."""
     logits.float().square().mean().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    weights = {
+        name.removeprefix("_orig_mod.").replace("_checkpoint_wrapped_module.", ""): weight
+        for name, weight in model.named_parameters()
+    }
+    gradients = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
     model.zero_grad(set_to_none=True)
     return logits.detach(), gradients
+
+
+def run_unprepared(
+    name: str, lengths: Sequence[int] = LENGTHS
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Run a pack in a model that was not prepared; falcon_mamba has no attention, and rejects its mask."""
+    return run(plain(name).train(), batch(lengths=lengths, masked=name != "falcon_mamba"))
+
+
+def run_alone(model: Any, lengths: Sequence[int] = LENGTHS) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Run each document of a pack in a row of its own."""
+    parts = token_ids(sum(lengths)).split(lengths, 1)
+    return gradients_of(model, torch.cat([model(input_ids=ids, use_cache=False).logits for ids in parts], 1))
 
 
 def alone(model: Any) -> torch.Tensor:
@@ -73,39 +106,127 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, reentrant: b
     logits, expected = run(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    again, gradients = run(model)
-    assert torch.equal(again, logits)
-    leaky = plain(name).train()
-    _, control = run(leaky)
+    checkpointed, gradients = run(model)
+    assert torch.equal(checkpointed, logits)
+    _, control = run_unprepared(name)
     floor = noise_floor(expected, measure=relative_difference)
     difference = relative_difference(gradients, expected)
     parity.check("gradients", difference, floor, relative_difference(control, expected))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_compiled_model_gives_what_the_model_gives(name: str, parity: Any) -> None:
-    expected = alone(plain(name))
-    model = prepare_model(name)
-    before = torch.compile(plain(name), backend="eager")
-    with torch.no_grad():
-        before(**batch())
-        leaks = before(**batch()).logits
-        packhorse.prepare(before, "sdpa", device="cpu")
-        for compiled in (torch.compile(model, backend="eager"), before):
-            found = compiled(**batch()).logits
-            floor = noise_floor(expected, model(**batch()).logits)
-            difference, control = (largest_difference(logits, expected) for logits in (found, leaks))
-            parity.check("logits", difference, floor, control)
-    torch.compiler.reset()
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("first", ["prepare", "wrap"])
+def test_layers_in_checkpoint_wrappers_of_torch_give_the_same_gradients(
+    first: str, reentrant: bool, parity: Any
+) -> None:
+    """As FSDP users do: the wrapper computes a layer once more in the backward pass."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+    _, expected = run(prepare_model("lfm2").train())
+    for part in ("block", "layer"):
+        model = (prepare_model("lfm2") if first == "prepare" else plain("lfm2")).train()
+        calls = list[int]()
+        kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+        for index, block in enumerate(model.model.layers):
+            if hasattr(block, "conv"):
+                block.conv.in_proj.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+            if part == "block":
+                model.model.layers[index] = checkpoint_wrapper(block, kind)
+            elif hasattr(block, "conv"):
+                block.conv = checkpoint_wrapper(block.conv, kind)
+        if first == "wrap":
+            packhorse.prepare(model, "sdpa", device="cpu")
+        model.enable_input_require_grads()
+        padded, packed = model(input_ids=IDS).logits, model(**batch()).logits
+        before = len(calls)
+        _, gradients = gradients_of(model, packed)
+        assert len(calls) > before, "the layer is computed once more"
+        floor = noise_floor(expected, measure=relative_difference)
+        _, control = run_unprepared("lfm2")
+        difference = relative_difference(gradients, expected)
+        parity.check("gradients", difference, floor, relative_difference(control, expected))
+        _, of_padded = gradients_of(model, padded)
+        _, expected_of_padded = run(plain("lfm2").train(), {"input_ids": IDS})
+        assert all(torch.equal(of_padded[name], expected_of_padded[name]) for name in expected_of_padded)
+
+
+def check_compiled(name: str, backend: str, parity: Any) -> None:
+    """Run packs of several lengths, a batch that is not packed, and a pack once more in a compiled model."""
+    model, other = prepare_model(name).train(), plain(name).train()
+    compiled, compiled_other = (torch.compile(given, backend=backend) for given in (model, other))
+    # Inductor rounds in another way: so it computes documents alone, too.
+    alone_models = [compiled_other] if backend == "inductor" else []
+    try:
+        for lengths in (LENGTHS, *OTHER_LENGTHS, None, LENGTHS):
+            if lengths is None:
+                inputs = {"input_ids": token_ids(8)}  # few, because loops over tokens are unrolled
+                expected, control = run(other, inputs), run_alone(other, (5, 3))
+                recomputed = [run(given, inputs) for given in (model, *alone_models)]
+            else:
+                inputs = batch(lengths=lengths)
+                expected, control = run_alone(other, lengths), run_unprepared(name, lengths)
+                recomputed = [run(model, inputs), *(run_alone(given, lengths) for given in alone_models)]
+            found = run(compiled, inputs)
+            floor = noise_floor(expected[0], *(logits for logits, _ in recomputed))
+            difference, away = (largest_difference(logits, expected[0]) for logits in (found[0], control[0]))
+            parity.check(f"logits of {lengths}", difference, floor, away)
+            others = (gradients for _, gradients in recomputed)
+            floor = noise_floor(expected[1], *others, measure=relative_difference)
+            difference, away = (relative_difference(values, expected[1]) for values in (found[1], control[1]))
+            parity.check(f"gradients of {lengths}", difference, floor, away)
+    finally:
+        torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_next",
+        "lfm2",
+        "falcon_mamba",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bamba", "jamba")),
+    ],
+)
+def test_a_compiled_model_trains_on_packs_of_any_lengths_and_on_other_batches(name: str, parity: Any) -> None:
+    check_compiled(name, "eager", parity)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_a_model_compiled_by_inductor_trains_on_packs_and_on_other_batches(name: str, parity: Any) -> None:
+    check_compiled(name, "inductor", parity)
+
+
+def test_a_model_that_is_compiled_before_it_is_prepared_keeps_documents_apart(parity: Any) -> None:
+    expected = alone(plain("lfm2"))
+    compiled = torch.compile(plain("lfm2"), backend="eager")
+    with raises_config("model", match=UNPREPARED):
+        check_packable(compiled)
+    try:
+        control = largest_difference(leak_logits(compiled), expected)
+        packhorse.prepare(compiled, "sdpa", device="cpu")
+        difference = largest_difference(leak_logits(compiled), expected)
+        parity.check("logits", difference, noise_floor(expected), control)
+    finally:
+        torch.compiler.reset()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_batch_of_padding_alone_trains_nothing_and_does_not_fail(name: str) -> None:
+def test_a_batch_of_padding_alone_has_zero_loss_and_zero_gradients(name: str) -> None:
     model = prepare_model(name).train()
-    logits, gradients = run(model, batch(tuple(range(sum(LENGTHS)))))
-    assert bool(logits.isfinite().all())
-    assert all(bool(gradient.isfinite().all()) for gradient in gradients.values())
-    assert len(gradients) == len(run(model)[1]), "the same weights take part, as DDP requires"
+    output = model(**batch(range(sum(LENGTHS))))
+    assert bool(output.logits.isfinite().all())
+    labels = torch.full_like(IDS, -100)
+    loss = packhorse.batch_loss(model, output, {"labels": labels}, tokens=7)
+    assert float(loss.detach()) == 0.0
+    loss.backward()
+    gradients = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+    assert all(not bool(gradient.any()) for gradient in gradients.values())
+    model.zero_grad(set_to_none=True)
+    assert gradients.keys() == run(model)[1].keys(), "the same weights take part, as DDP requires"
+    labels[0, 0] = 5
+    control = packhorse.batch_loss(model, model(**batch()), {"labels": labels}, tokens=7)
+    assert float(control.detach()) > 0
 
 
 def test_hidden_tokens_do_not_reach_the_tokens_after_them(parity: Any) -> None:
@@ -204,6 +325,27 @@ def test_generation_is_as_before(name: str) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl"])
+def test_generation_with_an_image_is_as_before(name: str) -> None:
+    model = copy.deepcopy(tiny_model(name, by_document=False))
+    turn = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "why"}]}
+    text = render(name, [turn], add_generation_prompt=True)
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "use_cache": True}
+
+    def generate(color: str) -> torch.Tensor:
+        inputs = processor(name)(
+            text=[text], images=[[Image.new("RGB", (64, 48), color)]], return_tensors="pt"
+        )
+        output = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
+        return torch.stack(output.logits)
+
+    expected, other = generate("red"), generate("blue")
+    assert not torch.equal(other, expected), "the model takes the image"
+    report = packhorse.prepare(model, "sdpa", device="cpu")
+    assert report.stateful_layers
+    assert torch.equal(generate("red"), expected)
+
+
 def test_a_prepared_model_is_saved_copied_and_pickled(tmp_path: Path, parity: Any) -> None:
     model, other = prepare_model("lfm2"), plain("lfm2")
     assert model.state_dict().keys() == other.state_dict().keys()
@@ -221,7 +363,7 @@ def test_a_prepared_model_is_saved_copied_and_pickled(tmp_path: Path, parity: An
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert not has_document_bounds(loaded, STATEFUL_LAYERS["lfm2"])
-    with raises_config("model", match=r"Lfm2ShortConv.*packhorse\.prepare\(model\)"):
+    with raises_config("model", match=UNPREPARED):
         check_packable(loaded)
 
 
@@ -345,7 +487,7 @@ def test_lora_around_a_hybrid_model_is_packed_right(first: str, parity: Any) -> 
     lora = LoraConfig(target_modules=["in_proj", "q_proj"], init_lora_weights=False)
     wrapped = get_peft_model(model, lora)
     if first == "wrap":
-        with raises_config("model", match="Lfm2ShortConv"):
+        with raises_config("model", match=UNPREPARED):
             check_packable(wrapped)
         report = packhorse.prepare(wrapped, "sdpa", device="cpu")
         assert report.stateful_layers == {"Lfm2ShortConv": 1}
@@ -389,22 +531,28 @@ def test_data_parallel_wrappers_of_a_hybrid_model_are_packed_right(
     first: str, tmp_path: Path, parity: Any
 ) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.nn.parallel import DistributedDataParallel
+
+    def shard(model: Any) -> Any:
+        if first == "prepare":
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def wrap_in_fsdp(model: Any) -> Any:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
     expected = alone(plain("lfm2"))
     leaks = largest_difference(leak_logits(plain("lfm2")), expected)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        for wrap in (DistributedDataParallel, lambda model: fully_shard(model, mesh=mesh)):
-            model = prepare_model("lfm2") if first == "prepare" else plain("lfm2")
-            if first == "prepare":
-                for layer in model.model.layers:
-                    if wrap is not DistributedDataParallel:
-                        fully_shard(layer, mesh=mesh)
-            wrapped = wrap(model)
+        for wrap in (DistributedDataParallel, shard, wrap_in_fsdp):
+            wrapped = wrap(prepare_model("lfm2") if first == "prepare" else plain("lfm2"))
             if first == "wrap":
+                with raises_config("model", match=UNPREPARED):
+                    check_packable(wrapped)
                 packhorse.prepare(wrapped, "sdpa", device="cpu")
             check_packable(wrapped)
             logits, _ = run(wrapped)
