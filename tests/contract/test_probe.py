@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import packhorse
@@ -58,6 +60,26 @@ def test_a_result_for_a_class_of_transformers_is_kept(cache: Path, monkeypatch: 
     file.write_text(json.dumps({**content, "problem": "of the file"}))
     new_process(monkeypatch)
     assert probe(LlamaForCausalLM, config).problem == "of the file"
+
+
+@pytest.mark.parametrize("package", ["transformers", "torch"])
+def test_a_result_of_another_version_is_not_used(
+    package: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_process(monkeypatch)
+    config = LlamaConfig(**SMALL)
+    assert not probe(LlamaForCausalLM, config).problem
+    (file,) = stored_files(cache)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "problem": "of the file"}))
+    with monkeypatch.context() as context:
+        # transformers puts another module in its place while it is imported.
+        context.setattr(importlib.import_module(package), "__version__", TorchVersion("99.0"))
+        new_process(context)
+        assert not probe(LlamaForCausalLM, config).problem
+        assert len(stored_files(cache)) == 2
+    new_process(monkeypatch)
+    assert probe(LlamaForCausalLM, config).problem == "of the file", "the same version uses it"
+    assert len(stored_files(cache)) == 2
 
 
 @pytest.mark.parametrize(
