@@ -205,6 +205,140 @@ def test_packs_for_an_unproven_model_are_planned_without_training_it(tmp_path: P
     assert result.exit_code == 0, result.output
 
 
+# Code of the Hub.
+
+REMOTE_CODE = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+
+class RemoteConfig(PreTrainedConfig):
+    model_type = "remote"
+
+    def __init__(self, vocab_size=128, hidden_size=32, num_hidden_layers=2, recurrence="", **options):
+        self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
+        self.recurrence = recurrence  # "layer", "model" or none
+        super().__init__(**options)
+
+
+def decay(states):
+    steps = torch.arange(states.shape[1])
+    weights = (0.9 ** (steps[:, None] - steps)).tril()
+    return weights @ states
+
+
+class RemoteAttention(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(size, 3 * size), torch.nn.Linear(size, size)
+
+    def forward(self, states, mask):
+        query, key, value = self.qkv(states)[:, None].chunk(3, -1)
+        causal = mask is None and states.shape[1] > 1
+        return self.out(scaled_dot_product_attention(query, key, value, mask, is_causal=causal)[:, 0])
+
+
+class RemoteRecurrence(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.input = torch.nn.Linear(size, size)
+
+    def forward(self, states):
+        return decay(self.input(states))
+
+
+class RemoteModel(PreTrainedModel, GenerationMixin):
+    config_class = RemoteConfig
+    _supports_sdpa = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        size, count = config.hidden_size, config.num_hidden_layers
+        self.embedding = torch.nn.Embedding(config.vocab_size, size)
+        self.positions = torch.nn.Embedding(1024, size)
+        self.attention = torch.nn.ModuleList(RemoteAttention(size) for _ in range(count))
+        recurrent = count if config.recurrence == "layer" else 0
+        self.recurrence = torch.nn.ModuleList(RemoteRecurrence(size) for _ in range(recurrent))
+        self.head = torch.nn.Linear(size, config.vocab_size)
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=False):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        if attention_mask is not None and attention_mask.dim() == 2:
+            attention_mask = (attention_mask[:, None, None] != 0).expand(-1, 1, input_ids.shape[1], -1).tril()
+        states = self.embedding(input_ids) + self.positions(position_ids)
+        if self.config.recurrence == "model":
+            states = decay(states)
+        for layer in self.attention:
+            states = states + layer(states, attention_mask)
+        for layer in self.recurrence:
+            states = states + layer(states)
+        return CausalLMOutput(logits=self.head(states))
+"""
+
+
+def remote_model(tmp_path: Path, recurrence: str) -> Any:
+    """A model that is loaded from a folder with code of its own."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path / "remote"
+    folder.mkdir()
+    (folder / "modeling_remote.py").write_text(REMOTE_CODE)
+    names = {"AutoConfig": "RemoteConfig", "AutoModelForCausalLM": "RemoteModel"}
+    settings = {
+        "model_type": "remote",
+        "auto_map": {kind: f"modeling_remote.{name}" for kind, name in names.items()},
+        "architectures": ["RemoteModel"],
+        "vocab_size": len(processor(FAMILY).tokenizer),
+        "recurrence": recurrence,
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    AutoModelForCausalLM.from_config(config, trust_remote_code=True).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules.")
+    return model.eval()
+
+
+def test_remote_code_with_a_recurrence_is_measured_and_called_document_by_document(tmp_path: Path) -> None:
+    model = remote_model(tmp_path, "layer")
+    packing = inspect_packing(model)
+    assert (packing.problems, packing.layers, packing.tested) == ((), ("RemoteRecurrence",), False)
+    with raises_config("model", match=r"RemoteRecurrence of RemoteModel.*packhorse\.prepare\(model\)"):
+        load(model)
+    assert change_of_document_2(model) > 1e-3
+    report = prepare(model, device="cpu")
+    assert report.stateful_layers == {"RemoteRecurrence": 2}
+    assert change_of_document_2(model) == 0.0
+    assert "input_ids" in model_inputs(next(iter(load(model))), model)
+
+
+def test_remote_code_that_mixes_documents_outside_of_its_layers_is_rejected(tmp_path: Path) -> None:
+    model = remote_model(tmp_path, "model")
+    assert change_of_document_2(model) > 1e-3
+    for call in (lambda: prepare(model, device="cpu"), lambda: load(model)):
+        with raises_config(
+            "model", match="RemoteModel: document 2 of a pack changes by .* when document 1 is"
+        ):
+            call()
+
+
+def test_remote_code_with_attention_alone_is_measured_and_accepted(tmp_path: Path) -> None:
+    model = remote_model(tmp_path, "")
+    packing = inspect_packing(model)
+    assert (packing.problems, packing.layers, packing.tested) == ((), (), False)
+    assert packing.no_boundaries, "its code takes no boundaries of documents"
+    with raises_config("attn_implementation", "varlen"):
+        prepare(model, "varlen", device="cpu")
+    assert prepare(model, device="cpu").attn_implementation == "sdpa"
+    assert change_of_document_2(model) == 0.0
+    assert "attention_mask" in model_inputs(next(iter(load(model))), model)
+
+
 # The command, which is the first of the steps.
 
 
