@@ -294,6 +294,7 @@ def remote_model(tmp_path: Path, recurrence: str) -> Any:
         "architectures": ["RemoteModel"],
         "vocab_size": len(processor(FAMILY).tokenizer),
         "recurrence": recurrence,
+        "initializer_range": 0.3,
     }
     (folder / "config.json").write_text(json.dumps(settings))
     torch.manual_seed(0)
@@ -310,7 +311,7 @@ def test_remote_code_with_a_recurrence_is_measured_and_called_document_by_docume
     assert (packing.problems, packing.layers, packing.tested) == ((), ("RemoteRecurrence",), False)
     with raises_config("model", match=r"RemoteRecurrence of RemoteModel.*packhorse\.prepare\(model\)"):
         load(model)
-    assert change_of_document_2(model) > 1e-3
+    assert change_of_document_2(model) > 0.1
     report = prepare(model, device="cpu")
     assert report.stateful_layers == {"RemoteRecurrence": 2}
     assert change_of_document_2(model) == 0.0
@@ -319,7 +320,7 @@ def test_remote_code_with_a_recurrence_is_measured_and_called_document_by_docume
 
 def test_remote_code_that_mixes_documents_outside_of_its_layers_is_rejected(tmp_path: Path) -> None:
     model = remote_model(tmp_path, "model")
-    assert change_of_document_2(model) > 1e-3
+    assert change_of_document_2(model) > 0.1
     for call in (lambda: prepare(model, device="cpu"), lambda: load(model)):
         with raises_config(
             "model", match="RemoteModel: document 2 of a pack changes by .* when document 1 is"
