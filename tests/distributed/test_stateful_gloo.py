@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import packhorse
@@ -35,11 +35,12 @@ NAMES = ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "nemotron_h", "bamba", "qwen3_vl_m
 
 @dataclass
 class Step:
-    """An optimizer step: its loss, its gradients and the samples of its batches."""
+    """An optimizer step: its loss, its gradients, and the samples and the number of images of its batches."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
     samples: list[int]
+    images: int = 0
 
 
 def parts_of(name: str) -> tuple[Any, Any]:
@@ -93,7 +94,8 @@ def rank_main(rank: int, folder: str) -> None:
     with process_group(rank, RANKS, folder):
         for name in NAMES:
             torch.save(packed_step(name, rank), f"{folder}/{name}-{rank}.pt")
-        torch.save(sharded_step(rank), f"{folder}/sharded-{rank}.pt")
+        for kind in SHARDING:
+            torch.save(sharded_step(rank, kind), f"{folder}/{kind}-{rank}.pt")
 
 
 def packed_step(name: str, rank: int) -> Step:
@@ -110,7 +112,8 @@ def packed_step(name: str, rank: int) -> Step:
         loss += part.detach() / RANKS
     dist.all_reduce(loss)
     samples = [sample for batch in batches for sample in batch.info.samples]
-    return Step(float(loss), gradients_of(model), samples)
+    images = sum(sum(batch.info.num_images) for batch in batches if "pixel_values" in batch)
+    return Step(float(loss), gradients_of(model), samples, images)
 
 
 def gradients_of(model: Any) -> dict[str, torch.Tensor]:
@@ -164,6 +167,7 @@ def test_a_packed_step_on_two_ranks_is_its_samples_one_by_one(name: str, folder:
     samples = [sample for rank in ranks for sample in rank.samples]
     assert len(samples) > 2 * RANKS * ACCUMULATION, "packs have several documents"
     assert len(set(samples)) == len(samples)
+    assert any(rank.images for rank in ranks) == (name in MODELS)
     expected = one_by_one(name, samples, "sdpa")
     others = [one_by_one(name, samples[::-1], attention) for attention in ("sdpa", "eager")]
     control = leaking(name)
@@ -179,6 +183,7 @@ def test_a_packed_step_on_two_ranks_is_its_samples_one_by_one(name: str, folder:
         )
 
 
+SHARDING = ("fully_shard", "fsdp")
 LENGTHS = ((30, 30, 30, 30), (200, 3))  # of the documents of each rank: one group, and two
 
 
@@ -198,7 +203,8 @@ def short_convolution() -> Any:
 
 def layer_gradients(model: Any) -> dict[str, torch.Tensor]:
     whole = {
-        name: getattr(grad, "full_tensor", lambda g=grad: g)() for name, grad in gradients_of(model).items()
+        name.replace("_fsdp_wrapped_module.", ""): getattr(grad, "full_tensor", lambda g=grad: g)()
+        for name, grad in gradients_of(model).items()
     }
     return {name: grad for name, grad in whole.items() if "conv.in_proj" in name or "conv.out_proj" in name}
 
@@ -212,18 +218,25 @@ def packed_row(rank: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": seen[None, None], "position_ids": positions}
 
 
-def sharded_step(rank: int) -> ShardedStep:
+def sharded_step(rank: int, kind: str) -> ShardedStep:
     """Train on a row with FSDP around each projection of the layer with state."""
     model = short_convolution()
     packhorse.prepare(model, "sdpa", device="cpu")
     layer = next(block.conv for block in model.model.layers if hasattr(block, "conv"))
     calls: list[int] = []
-    for projection in (layer.in_proj, layer.out_proj):
-        fully_shard(projection)
+    for name in ("in_proj", "out_proj"):
+        projection = getattr(layer, name)
+        if kind == "fully_shard":
+            fully_shard(projection)
+        else:
+            device = torch.device("cpu")
+            setattr(layer, name, FullyShardedDataParallel(projection, device_id=device, use_orig_params=True))
     layer.in_proj.register_forward_hook(lambda *_: calls.append(1))
     logits = model(**packed_row(rank)).logits
     logits.square().sum().backward()
-    return ShardedStep(logits.detach(), layer_gradients(model), len(calls))
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        gradients = {key: gradient.clone() for key, gradient in layer_gradients(model).items()}
+    return ShardedStep(logits.detach(), gradients, len(calls))
 
 
 def sharded_alone(reverse: bool = False) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -238,17 +251,20 @@ def sharded_alone(reverse: bool = False) -> tuple[list[torch.Tensor], dict[str, 
     return rows, layer_gradients(model)
 
 
-def test_ranks_whose_layers_gather_weights_call_them_equally_often(folder: Path, parity: Any) -> None:
-    ranks = [torch.load(folder / f"sharded-{rank}.pt", weights_only=False) for rank in range(RANKS)]
+@pytest.mark.parametrize("kind", SHARDING)
+def test_ranks_whose_layers_gather_weights_call_them_equally_often(
+    kind: str, folder: Path, parity: Any
+) -> None:
+    ranks = [torch.load(folder / f"{kind}-{rank}.pt", weights_only=False) for rank in range(RANKS)]
     assert len({rank.calls for rank in ranks}) == 1, "or ranks would wait for each other"
     rows, gradients = sharded_alone()
-    _, again = sharded_alone(reverse=True)
+    _, reversed_gradients = sharded_alone(reverse=True)
     leaking = short_convolution()
     leak = leaking(**packed_row(0)).logits
     leak.square().sum().backward()
     for rank, expected in zip(ranks, rows, strict=True):
         difference = largest_difference(rank.logits, expected)
         parity.check("logits", difference, noise_floor(expected), largest_difference(leak, rows[0]))
-        floor = noise_floor(gradients, again, measure=relative_difference)
+        floor = noise_floor(gradients, reversed_gradients, measure=relative_difference)
         control = relative_difference(layer_gradients(leaking), gradients)
         parity.check("gradients", relative_difference(rank.gradients, gradients), floor, control)
