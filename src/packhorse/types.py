@@ -529,8 +529,6 @@ class BatchInfo:
             and placeholders; None if all are 1.
         labels: [B, S], shifted, of preference data, which has no key ``labels``: a model would train on
             rejected answers too.
-        unprepared_layers: classes of layers that carry state until ``packhorse.prepare(model)``, if the
-            loader was given a config or a name and not the model: :func:`packhorse.batch_loss` looks at it.
     """
 
     epoch: int
@@ -552,7 +550,6 @@ class BatchInfo:
     loss_weights: torch.Tensor | None = field(default=None, compare=False)
     document_roles: tuple[tuple[DocumentRole, ...], ...] = ()
     labels: torch.Tensor | None = field(default=None, compare=False)
-    unprepared_layers: tuple[str, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -24,14 +24,13 @@ from noise_floor import largest_difference, noise_floor
 from packhorse.collate_fns import model_inputs
 from packhorse.families.packing import (
     PACKABLE,
-    STATEFUL_LAYERS,
     check_packable,
     inspect_packing,
     known_problems,
     packing_problems,
 )
 from packhorse.families.probe import measure
-from packhorse.families.stateful import install
+from packhorse.families.stateful import STATEFUL_LAYERS, install
 from packhorse.families.tiny import tiny_settings
 from packhorse.integrations.attention import use_attention
 from raising import raises_config
@@ -254,3 +253,90 @@ def test_a_repeated_pattern_of_layers_is_measured_with_each_kind_that_the_model_
     packing = inspect_packing(config)
     assert not packing.problems
     assert packing.layers == (() if kinds == ["attention"] else ("RecurrentGemmaRecurrentBlock",))
+
+
+class Averaged(torch.nn.Module):
+    """A module that adds to each token the mean of all tokens before it."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        counts = torch.arange(1, states.shape[1] + 1)[:, None]
+        mixed: torch.Tensor = self.inner(states) + states.cumsum(1) / counts
+        return mixed
+
+
+@pytest.mark.parametrize("name", ["llama", "persimmon"])  # tested, measured
+def test_a_model_with_a_module_that_its_class_does_not_have_is_not_proven(name: str) -> None:
+    model = decoder(name)
+    block = model.model.layers[0]
+    plain = block.mlp
+    assert packing_problems(model) == ()
+    block.mlp = Averaged(plain)
+    with raises_config("model", match=r"model\.layers\.0\.mlp \(Averaged\) is no module of this class"):
+        packhorse.prepare(model, "sdpa", device="cpu")
+    assert known_problems(model) == (), "packhorse parity measures it"
+    assert packhorse.prepare(model, "sdpa", device="cpu", allow_unproven=True)
+    block.mlp = torch.nn.Sequential(plain, torch.nn.Conv1d(64, 64, 3, padding=2))
+    (why,) = packing_problems(model)
+    assert "(Conv1d) carries state along the row, as no layer of its class does" in why
+
+
+def test_a_class_that_builds_the_modules_of_its_user_is_measured_with_them() -> None:
+    from transformers import LlamaForCausalLM
+
+    class AveragedLlama(LlamaForCausalLM):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.layers[0].mlp = Averaged(self.model.layers[0].mlp)
+
+    packing = inspect_packing(AveragedLlama(small("llama")))
+    assert (packing.problems, packing.layers) == ((), ("Averaged",))
+
+
+def test_a_checkpoint_with_code_of_its_own_has_to_be_passed_as_a_model(tmp_path: Path) -> None:
+    config = small("llama", architectures=["OwnLlama"], auto_map={"AutoModelForCausalLM": "own.OwnLlama"})
+    config.save_pretrained(tmp_path)
+    for given in (config, tmp_path):
+        with raises_config("model", match="code for its class OwnLlama.*pass the model itself"):
+            check_packable(given)
+        assert known_problems(given) == (), "packhorse plan takes it"
+    native = small("llama", architectures=["LlamaForCausalLM"], auto_map=config.auto_map)
+    assert packing_problems(native) == ()
+
+
+def test_an_adapter_that_begins_at_a_token_of_the_row_is_rejected() -> None:
+    peft = pytest.importorskip("peft")
+    settings = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+    adapted = peft.get_peft_model(decoder("llama"), peft.LoraConfig(**settings, alora_invocation_tokens=[5]))
+    with raises_config("model", match="aLoRA is active from its invocation tokens to the end of the row"):
+        packhorse.prepare(adapted, "sdpa", device="cpu")
+    plain = peft.get_peft_model(decoder("llama"), peft.LoraConfig(**settings))
+    assert packing_problems(plain) == ()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "qwen3_5_text", "lfm2", "bamba"])
+def test_positions_that_restart_without_a_mask_separate_documents_for_every_layer(
+    name: str, parity: Any
+) -> None:
+    torch.manual_seed(0)
+    model = with_random_weights(decoder(name))
+    packhorse.prepare(model, "sdpa", device="cpu")
+    lengths = (20, 30)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    first, other, second = (torch.randint(5, 60, (1, length)) for length in (20, 20, 30))
+
+    def run(before: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        ids = torch.cat([before, second], 1)
+        with torch.no_grad():
+            logits: torch.Tensor = model(input_ids=ids, **inputs).logits[:, before.shape[1] :]
+        return logits
+
+    alone = run(first[:, :0])
+    packed = run(first, position_ids=positions)
+    control = largest_difference(run(first), run(other))
+    floor = noise_floor(alone, run(first[:, :0], position_ids=torch.arange(30)[None]))
+    parity.check("alone", largest_difference(packed, alone), floor, control)
+    parity.check("replaced", largest_difference(run(other, position_ids=positions), packed), floor, control)

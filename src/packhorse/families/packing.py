@@ -10,13 +10,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import torch
 
-from packhorse.errors import ConfigError
+from packhorse.errors import ConfigError, require
 from packhorse.families.models import (
     ModelConfig,
     class_of,
@@ -26,7 +26,7 @@ from packhorse.families.models import (
     text_config,
     unwrap,
 )
-from packhorse.families.stateful import has_document_bounds
+from packhorse.families.stateful import KERNEL_PACKAGES, STATEFUL_LAYERS, has_document_bounds
 from packhorse.families.tiny import LAYER_LISTS
 
 # fmt: off
@@ -43,24 +43,6 @@ _DECODERS = frozenset({
     "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
     "seed_oss", "smollm3", "stablelm", "starcoder2",
 })
-STATEFUL_LAYERS: dict[str, tuple[str, ...]] = {
-    "bamba": ("BambaMixer",),
-    "falcon_h1": ("FalconH1Mixer",),
-    "falcon_mamba": ("FalconMambaMixer",),
-    "granitemoehybrid": ("GraniteMoeHybridMambaLayer",),
-    "jamba": ("JambaMambaMixer",),
-    "lfm2": ("Lfm2ShortConv",),
-    "lfm2_moe": ("Lfm2MoeShortConv",),
-    "mamba": ("MambaMixer",),
-    "mamba2": ("Mamba2Mixer",),
-    "nemotron_h": ("NemotronHMamba2Mixer",),
-    "olmo_hybrid": ("OlmoHybridGatedDeltaNet",),
-    "qwen3_5_moe_text": ("Qwen3_5MoeGatedDeltaNet",),
-    "qwen3_5_text": ("Qwen3_5GatedDeltaNet",),
-    "qwen3_next": ("Qwen3NextGatedDeltaNet",),
-    "zamba2": ("Zamba2MambaMixer",),
-}
-"""Classes of the layers that carry state, by the model type of the decoder."""
 # fmt: on
 PACKABLE = _FAMILY_MODEL_TYPES | _DECODERS | STATEFUL_LAYERS.keys()
 """Model types whose packed rows are tested to give what their samples give alone.
@@ -88,6 +70,16 @@ _MEDIA_INPUTS = ("pixel_values", "image", "video", "audio", "input_features", "p
 STATE_WEIGHTS = frozenset({"A_log", "dt_bias", "time_decay"})
 """Names of the weights of recurrences in transformers."""
 _RECURRENT = (torch.nn.RNNBase, torch.nn.RNNCellBase, torch.nn.Conv1d)  # a convolution unless of one token
+# Packages whose modules compute each token alone, or what the module does that they replace.
+_KNOWN_PACKAGES = frozenset(
+    {
+        *("torch", "transformers", "timm", "peft", "accelerate", "deepspeed", "bitsandbytes"),
+        *("torchao", "gptqmodel", "awq", "hqq", "optimum", "quanto", "compressed_tensors", "auto_round"),
+        *("eetq", "liger_kernel", "kernels", "flash_attn", "xformers", "apex", "transformer_engine"),
+        *KERNEL_PACKAGES,
+        *sys.stdlib_module_names,
+    }
+)
 _NO_BOUNDARIES = "this model does not pass them on, or ignores them"
 _HINT = (
     "; packhorse parity --model measures it with your data. If packed equals unpacked there, call "
@@ -96,7 +88,7 @@ _HINT = (
 _ACCEPTED = "_packhorse_accepted_unproven"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
     """Whether, and how, a model can be trained on packed rows.
 
@@ -134,23 +126,58 @@ def inspect_packing(model: object) -> Packing:
     modules = _inspect_modules(model, inner, config, layers)
     problems = (*_problems(inner, config), *_problems_of_adapters(modules.adapters))
     if problems:
-        return Packing(problems)
+        return Packing(problems=problems)
+    if inner is None and (what := _describe_own_code(config)):
+        return _unproven(f"{what}: pass the model itself, packhorse.load(…, model=model)")
     untested = [name for name in dict.fromkeys((config.model_type, text.model_type)) if name not in PACKABLE]
     model_class = class_of(inner) if inner is not None else model_classes(config)[0]
     ours = model_class.__module__.startswith("transformers.")
     if ours and not untested and _has_tested_layers(inner, config, layers, modules):
-        if inner is not None and modules.recurrent is not None:
-            name = next(name for name, module in inner.named_modules() if module is modules.recurrent)
-            kind = type(modules.recurrent).__name__
-            why = f"{name} ({kind}) carries state along the row, as no layer of the tested class does"
-            return Packing((f"{model_class.__name__}: {why}{_HINT}",), layers, False, False)
+        if inner is not None and (what := _describe_replaced(inner, modules)):
+            return _unproven(f"{model_class.__name__}: {what}{_HINT}", layers)
         ignores = text.model_type in _IGNORE_BOUNDARIES
         return Packing(layers=layers, no_boundaries=_NO_BOUNDARIES if ignores else "")
     if odd := {kind: index for kind, index in layer_kinds(text).items() if kind not in _MEASURABLE_LAYERS}:
         layers_named = ", ".join(f"layer {index} ({kind})" for kind, index in odd.items())
         why = f"{model_class.__name__}: no test shows that {layers_named} keeps the documents of a row apart"
-        return Packing((why + _HINT,), (), False, False)
-    return _measure_packing(model_class, config, untested)
+        return _unproven(why + _HINT)
+    measured = _measure_packing(model_class, config, untested)
+    if inner is None or measured.problems or not modules.not_checked():
+        return measured
+    from packhorse.families.probe import module_classes
+
+    if what := _describe_replaced(inner, modules, module_classes(model_class, config)):
+        return replace(measured, problems=(f"{model_class.__name__}: {what}{_HINT}",), known=False)
+    return measured
+
+
+def _unproven(problem: str, layers: tuple[str, ...] = ()) -> Packing:
+    return Packing(problems=(problem,), layers=layers, tested=False, known=False)
+
+
+def _describe_own_code(config: ModelConfig) -> str:
+    """Return what class a checkpoint names that is not of transformers, but its own code; empty if none."""
+    names = getattr(config, "architectures", None) or ()
+    own = any(name.startswith("AutoModel") for name in getattr(config, "auto_map", None) or ())
+    transformers: Any = require("transformers", "train")
+    if not own or not names or any(hasattr(transformers, name) for name in names):
+        return ""
+    return f"the checkpoint comes with code for its class {names[0]}, and its config does not show its layers"
+
+
+def _describe_replaced(
+    model: torch.nn.Module, modules: _Modules, expected: frozenset[type] = frozenset()
+) -> str:
+    """Return a module of a model that its class does not have, and that may mix documents; empty if none."""
+    for kind, module in modules.not_checked().items():
+        if expected.intersection(kind.__mro__):
+            continue
+        name = next(name for name, part in model.named_modules() if part is module)
+        what = "is no module of this class, and nothing shows that it keeps the documents of a row apart"
+        if kind in modules.recurrent:
+            what = "carries state along the row, as no layer of its class does"
+        return f"{name} ({kind.__name__}) {what}"
+    return ""
 
 
 def _measure_packing(model_class: Any, config: ModelConfig, untested: Sequence[str]) -> Packing:
@@ -162,13 +189,14 @@ def _measure_packing(model_class: Any, config: ModelConfig, untested: Sequence[s
         why = result.problem
         if result.wrong and not _takes_positions(model_class):
             why += f"; {name} takes no position_ids"
-        return Packing((f"{name}: {why}{'' if result.wrong else _HINT}",), (), False, result.wrong)
-    problems: tuple[str, ...] = ()
+        problem = f"{name}: {why}{'' if result.wrong else _HINT}"
+        return Packing(problems=(problem,), tested=False, known=result.wrong)
+    no_boundaries = _NO_BOUNDARIES if result.varlen else ""
+    packing = Packing(layers=result.layers, tested=False, no_boundaries=no_boundaries, no_eager=result.eager)
     if untested and _takes_media(model_class, config):
         why = f"{name}: its text is right in packed rows, as measured, but no test shows that its media are"
-        problems = (why + _HINT,)
-    no_boundaries = _NO_BOUNDARIES if result.varlen else ""
-    return Packing(problems, result.layers, False, not problems, no_boundaries, result.eager)
+        return replace(packing, problems=(why + _HINT,), known=False)
+    return packing
 
 
 def _takes_media(model_class: type, config: ModelConfig) -> bool:
@@ -212,8 +240,9 @@ def check_packable(model: object, *, measured: bool = False, trains: bool = True
     packing = inspect_packing(model)
     if not is_accepted(model, packing) and (packing.known or not measured):
         raise packing_error(packing)
-    if trains and not measured and unprepared_layers(model, packing):
-        raise unprepared_error(inner, packing.layers)
+    prepared = inner is not None and has_document_bounds(inner, packing.layers)
+    if trains and not measured and packing.layers and not prepared:
+        raise unprepared_error(config if inner is None else inner, packing.layers)
     return packing
 
 
@@ -224,30 +253,27 @@ def check_decoder(config: ModelConfig) -> None:
         raise ConfigError(f"{what} batches are for decoders, in packs and in padded rows", setting="model")
 
 
-def unprepared_layers(model: object, packing: Packing | None = None) -> str:
-    """Return which layers of a model carry state over documents until it is prepared; empty if none do.
-
-    ``packing`` is what :func:`inspect_packing` returned for the model, if the caller has it.
-    """
-    packing = inspect_packing(model) if packing is None else packing
-    inner = resolve_model(model)[0] if packing.layers else None
-    if inner is None or has_document_bounds(inner, packing.layers):
+def unprepared_layers(model: object) -> str:
+    """Return which layers of a model carry state over documents until it is prepared; empty if none do."""
+    inner, layers = resolve_model(model)[0], inspect_packing(model).layers
+    if inner is None or has_document_bounds(inner, layers):
         return ""
-    return _describe_state(inner, packing.layers)
+    return _describe_state(inner, layers)
 
 
-def _describe_state(model: torch.nn.Module, layers: Sequence[str]) -> str:
+def _describe_state(model: object, layers: Sequence[str]) -> str:
     return (
         f"{', '.join(layers)} of {type(model).__name__} carries state from one document of a packed "
         "row to the next, whatever the attention mask says"
     )
 
 
-def unprepared_error(model: Any, layers: Sequence[str]) -> ConfigError:
-    """The error for a model whose layers with state are not called document by document."""
-    return ConfigError(
-        f"{_describe_state(model, layers)}: call packhorse.prepare(model) first", setting="model"
-    )
+def unprepared_error(model: object, layers: Sequence[str]) -> ConfigError:
+    """The error for a model, or its config, whose layers with state are not called document by document."""
+    what = f"{_describe_state(model, layers)}: call packhorse.prepare(model) first"
+    if not isinstance(model, torch.nn.Module):
+        what += ", and pass that model: packhorse.load(…, model=model)"
+    return ConfigError(what, setting="model")
 
 
 def boundaries_error(problem: str) -> ConfigError:
@@ -295,16 +321,20 @@ class _Modules:
     """The modules of a model, without those of its parts for media and those inside of known layers.
 
     Attributes:
-        classes: their classes.
+        first: the first module of each class.
         layers: names of classes of layers that carry state, of those that are known.
-        recurrent: another module that carries state.
+        recurrent: other modules that carry state, the first of each class.
         adapters: configs of PEFT's adapters.
     """
 
-    classes: set[type] = field(default_factory=set)
+    first: dict[type, torch.nn.Module] = field(default_factory=dict)
     layers: set[str] = field(default_factory=set)
-    recurrent: torch.nn.Module | None = None
+    recurrent: dict[type, torch.nn.Module] = field(default_factory=dict)
     adapters: list[object] = field(default_factory=list)
+
+    def not_checked(self) -> dict[type, torch.nn.Module]:
+        """Return the first module of each class that carries state, or has code of an unknown package."""
+        return self.recurrent | {kind: module for kind, module in self.first.items() if _is_unknown(kind)}
 
 
 def _inspect_modules(
@@ -343,15 +373,19 @@ def _inspect_modules(
                         )
                     if names[kind]:
                         continue
-                    if result.recurrent is None and _is_recurrent(module):
-                        result.recurrent = module
+                    result.first.setdefault(kind, module)
+                    if kind not in result.recurrent and _is_recurrent(module):
+                        result.recurrent[kind] = module
                 if kind.__module__.startswith("torch.nn.") and not issubclass(kind, _RECURRENT):
                     plain.add(kind)
             if children:
                 stack.extend(children.values())
-    result.classes.update(names)
     result.layers.update(filter(None, names.values()))
     return result
+
+
+def _is_unknown(kind: type) -> bool:
+    return any(base.__module__.partition(".")[0] not in _KNOWN_PACKAGES for base in kind.__mro__)
 
 
 def _is_recurrent(module: torch.nn.Module) -> bool:
@@ -367,7 +401,7 @@ def _has_tested_layers(
 ) -> bool:
     """Whether a model of a tested type has the layers that were tested; later versions may rename them."""
     text = text_config(config)
-    classes = modules.classes
+    classes = set(modules.first)
     if model is None:
         classes = {*model_classes(config), *(model_classes(text) if text is not config else ())}
     if not layers:
@@ -397,3 +431,5 @@ def _problems_of_adapters(adapters: Sequence[object]) -> Iterator[str]:
     for adapter_class, adapter in {type(adapter): adapter for adapter in adapters}.items():
         if getattr(adapter, "is_prompt_learning", False):
             yield f"{adapter_class.__name__} adds its virtual tokens once for each row, not for each document"
+        if getattr(adapter, "alora_invocation_tokens", None):
+            yield "aLoRA is active from its invocation tokens to the end of the row, not of each document"

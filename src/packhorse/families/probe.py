@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -26,25 +27,25 @@ import torch
 from packhorse.errors import require
 from packhorse.families.models import attention_of, set_attention, supports_sdpa, text_config
 from packhorse.families.packing import STATE_WEIGHTS, layer_kinds
-from packhorse.families.stateful import install, layers_of
+from packhorse.families.stateful import KERNEL_PACKAGES, install, layers_of
 from packhorse.families.tiny import tiny_settings
 from packhorse.families.varlen import VARLEN, register_varlen
 from packhorse.utils.files import cache_folder, cache_lock, digest, write_atomic
 
 logger = logging.getLogger("packhorse.families.probe")
 
-_LENGTHS = ((40, 24), (24, 40), (7, 57))  # of document 1 and document 2; the first finds the layers
+# Of document 1 and document 2; the first finds the layers. No sum is a size of tiny copies.
+_LENGTHS = ((41, 26), (26, 41), (7, 60))
 _FIRST, _SECOND = _LENGTHS[0]
 _MOST_WEIGHTS = 50_000_000
-_VERSION = 6  # of the probe: cached results of another one are not used
 _FACTOR = 4  # what is allowed, in units of the noise floor
 _CONTROL = 20  # a leaking mask changes at least this many times what is allowed
 _ROUNDS = 3  # state may be carried by a layer and by another that contains it
 _UNITS = 8  # the least noise floor, in units of rounding
+_WITHOUT_EFFECT = frozenset({"use_cache", "_name_or_path", "tie_word_embeddings"})
 _VERSIONED = frozenset(
     {"transformers", "torch", "builtins"}
 )  # packages whose version says what their code is
-_KERNEL_PACKAGES = frozenset({"causal_conv1d", "fla", "mamba_ssm"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +88,55 @@ def probe(model_class: Any, config: Any) -> Probe:
     so it is measured in every process.
     """
     settings = tiny_settings(config.to_dict())
-    text = json.dumps(settings, sort_keys=True, default=str)
-    key = (model_class, type(config), text)
+    key = _key(model_class, config, settings)
     if key not in _RESULTS:
-        if _is_of_transformers(model_class, config, settings):
+        if _is_of_transformers(model_class, config):
             name = f"{model_class.__module__}.{model_class.__qualname__}"
-            versions = (str(_VERSION), require("transformers", "train").__version__, torch.__version__)
-            _RESULTS[key] = _load_or_measure(digest(*versions, name, text), model_class, config, settings)
+            transformers: Any = require("transformers", "train")
+            versions = (_own_source(), transformers.__version__, torch.__version__)
+            _RESULTS[key] = _load_or_measure(digest(*versions, name, key[2]), model_class, config, settings)
         else:
             _RESULTS[key] = measure(model_class, config, settings)
     return _RESULTS[key]
 
 
+@cache
+def _own_source() -> str:
+    """Return a digest of the code that measures: stored results of other code are not used."""
+    package = __name__.rpartition(".")[0]
+    names = ("models", "packing", "probe", "stateful", "tiny", "varlen")
+    return digest(*(inspect.getsource(sys.modules[f"{package}.{name}"]) for name in names))
+
+
+def _key(model_class: type, config: Any, settings: Mapping[str, Any]) -> tuple[type, type, str]:
+    """Return what identifies a measurement, without settings that change no layer."""
+    return model_class, type(config), json.dumps(_of_layers(settings), sort_keys=True, default=str)
+
+
+def _of_layers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _of_layers(value) if isinstance(value, Mapping) else value
+        for key, value in settings.items()
+        if str(key) not in _WITHOUT_EFFECT and not str(key).endswith("_token_id")
+    }
+
+
 _RESULTS: dict[tuple[type, type, str], Probe] = {}
+_CLASSES: dict[tuple[type, type, str], frozenset[type]] = {}
+
+
+def module_classes(model_class: Any, config: Any) -> frozenset[type]:
+    """Return the classes of the modules that a model of this class builds; none if no tiny copy builds."""
+    settings = tiny_settings(config.to_dict())
+    key = _key(model_class, config, settings)
+    if key not in _CLASSES:
+        try:
+            with _default_state():
+                outline = _build_outline(model_class, _tiny_config(config, settings))
+        except _CannotBuild:
+            return frozenset()
+        _CLASSES[key] = frozenset(type(module) for module in outline.modules())
+    return _CLASSES[key]
 
 
 def _load_or_measure(key: str, model_class: Any, config: Any, settings: Mapping[str, Any]) -> Probe:
@@ -135,16 +172,12 @@ def _load(path: Path) -> Probe | None:
     return Probe(**{**content, "layers": tuple(content["layers"])})
 
 
-def _is_of_transformers(model_class: Any, config: Any, settings: Mapping[str, Any]) -> bool:
+def _is_of_transformers(model_class: Any, config: Any) -> bool:
     """Whether all code of a model is of transformers: of layers too, which may be registered or replaced."""
-    try:
-        with _default_state():
-            outline = _build_outline(model_class, _tiny_config(config, settings))
-    except _CannotBuild:
-        return False
-    classes = {type(module) for module in outline.modules()}.union(_config_classes(config))
+    modules = module_classes(model_class, config)
+    classes = modules.union(_config_classes(config))
     packages = {base.__module__.partition(".")[0] for kind in classes for base in kind.__mro__}
-    return packages <= _VERSIONED
+    return bool(modules) and packages <= _VERSIONED
 
 
 def _config_classes(config: Any) -> Iterator[type]:
@@ -350,7 +383,7 @@ def _reference_functions(model: Any) -> Iterator[None]:
     the functions that transformers uses without these packages.
     """
     names = {base.__module__ for module in model.modules() for base in type(module).__mro__}
-    names = {name for name in names if name.partition(".")[0] not in {"builtins", "torch", *_KERNEL_PACKAGES}}
+    names = {name for name in names if name.partition(".")[0] not in {"builtins", "torch", *KERNEL_PACKAGES}}
     files = [sys.modules[name] for name in names if name in sys.modules]
     before: list[tuple[ModuleType, dict[str, Any]]] = []
     try:
@@ -383,7 +416,7 @@ def _reference(name: str, value: Any) -> Any:
 
         return compute
     package = str(getattr(value, "__module__", "")).partition(".")[0]
-    return None if package in _KERNEL_PACKAGES and not name.endswith("_ref") else value
+    return None if package in KERNEL_PACKAGES and not name.endswith("_ref") else value
 
 
 def _kernel_wrapper(value: Any) -> Any | None:
@@ -531,6 +564,8 @@ class _Rows:
 
 
 def _all_within(allowed: float, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    if [tensor.shape for tensor in tensors] != [tensor.shape for tensor in others]:
+        return False
     return all(_difference(a, b) <= allowed for a, b in zip(tensors, others, strict=True))
 
 

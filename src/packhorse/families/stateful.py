@@ -35,26 +35,31 @@ logger = getLogger("packhorse.families.stateful")
 _BOUNDS = "_packhorse_bounds"  # of a layer
 _DECODER_BOUNDS = "_packhorse_document_bounds"
 PER_DOCUMENT, BOUNDARIES = "per_document", "boundaries"
-_GATED_DELTA_NETS = (
-    "OlmoHybridGatedDeltaNet",
-    "Qwen3NextGatedDeltaNet",
-    "Qwen3_5GatedDeltaNet",
-    "Qwen3_5MoeGatedDeltaNet",
-)
-_MAMBA_2 = (
-    "BambaMixer",
-    "FalconH1Mixer",
-    "GraniteMoeHybridMambaLayer",
-    "Mamba2Mixer",
-    "NemotronHMamba2Mixer",
-    "Zamba2MambaMixer",
-)
 _CONVOLUTION = "causal_conv1d"
-KERNELS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(_GATED_DELTA_NETS, ("fla",)),  # the convolution can do without a kernel, see _zero_rows
-    **dict.fromkeys(_MAMBA_2, ("mamba_ssm", _CONVOLUTION)),
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), (_CONVOLUTION,)),
-}
+KERNEL_PACKAGES = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm", _CONVOLUTION: "causal-conv1d"}
+"""Packages with kernels for layers that carry state, and the names to install them by."""
+_DELTA = ("fla",)  # the convolution can do without a kernel, see _zero_rows
+_MAMBA_2 = ("mamba_ssm", _CONVOLUTION)
+_LAYERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("bamba", "BambaMixer", _MAMBA_2),
+    ("falcon_h1", "FalconH1Mixer", _MAMBA_2),
+    ("falcon_mamba", "FalconMambaMixer", ()),
+    ("granitemoehybrid", "GraniteMoeHybridMambaLayer", _MAMBA_2),
+    ("jamba", "JambaMambaMixer", ()),
+    ("lfm2", "Lfm2ShortConv", (_CONVOLUTION,)),
+    ("lfm2_moe", "Lfm2MoeShortConv", (_CONVOLUTION,)),
+    ("mamba", "MambaMixer", ()),
+    ("mamba2", "Mamba2Mixer", _MAMBA_2),
+    ("nemotron_h", "NemotronHMamba2Mixer", _MAMBA_2),
+    ("olmo_hybrid", "OlmoHybridGatedDeltaNet", _DELTA),
+    ("qwen3_5_moe_text", "Qwen3_5MoeGatedDeltaNet", _DELTA),
+    ("qwen3_5_text", "Qwen3_5GatedDeltaNet", _DELTA),
+    ("qwen3_next", "Qwen3NextGatedDeltaNet", _DELTA),
+    ("zamba2", "Zamba2MambaMixer", _MAMBA_2),
+)
+STATEFUL_LAYERS: dict[str, tuple[str, ...]] = {model_type: (layer,) for model_type, layer, _ in _LAYERS}
+"""Classes of the layers that carry state, by the model type of the decoder."""
+KERNELS: dict[str, tuple[str, ...]] = {layer: packages for _, layer, packages in _LAYERS if packages}
 """Packages whose kernels take the boundaries of documents, by the class of the layer that passes them on."""
 _LENGTH_STEP = 64  # the kernels compute chunks of about this many tokens anyway
 # What a step of such a chunk costs apart from its documents, in units of a document. Measured on an H200 with
@@ -93,10 +98,12 @@ class Documents:
     Args:
         numbers: of each token's document [B, S]; 0 for hidden tokens. Hidden tokens inside a document do not
             divide it. If all are hidden, each row is one document.
+        padded: whether rows are padded and each is one document, not packed.
     """
 
-    def __init__(self, numbers: torch.Tensor) -> None:
+    def __init__(self, numbers: torch.Tensor, padded: bool = False) -> None:
         self.rows, self.length = numbers.shape
+        self.padded = padded
         self.device = numbers.device
         flat = numbers.detach().to("cpu", torch.int64)
         if not bool(flat.any()):
@@ -222,7 +229,8 @@ def document_numbers(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     """Return the document numbers [B, S] of the inputs of a model, as its attention separates them.
 
     Numbers are 0 for tokens that no token sees. None if layers with state can run on whole rows: the batch
-    has neither ``cu_seq_lens_q``, nor a mask for pairs of tokens, nor hidden tokens before visible ones.
+    has neither ``cu_seq_lens_q``, nor a mask for pairs of tokens, nor hidden tokens before visible ones, nor
+    positions that restart without a mask.
     """
     if any(inputs.get(name) is not None for name in CACHES):  # generation
         return None
@@ -247,6 +255,8 @@ def document_numbers(inputs: Mapping[str, Any]) -> torch.Tensor | None:
                 setting="attention_mask",
             )
         return documents
+    if mask is None and not inputs.get("use_cache"):
+        return _numbers_in_positions(inputs.get("position_ids"), tokens.shape[0])
     if not isinstance(mask, torch.Tensor):
         return None
     if mask.dim() == _PADDING and mask.shape == tokens.shape[:2] and not inputs.get("use_cache"):
@@ -266,6 +276,19 @@ def _without_padding(numbers: torch.Tensor, positions: torch.Tensor | None) -> t
         segments.index_add(0, numbers, count) for count in (torch.ones_like(numbers), moved.long())
     )
     return numbers * ((sizes == 1) | (moves > 0))[numbers]
+
+
+def _numbers_in_positions(positions: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    """Return the document numbers [B, S] of a batch without a mask; None if each row is one document.
+
+    As in transformers, a document begins where a position is not the one after the last. Positions in four
+    rows (mRoPE) have those of the text first; attention does not separate documents by three rows.
+    """
+    if positions is None or positions.dim() == 1 or (positions.dim() > _PADDING and len(positions) != 1 + 3):
+        return None
+    text = positions if positions.dim() == _PADDING else positions[0]
+    begins = text.diff(prepend=text[:, :1] - 1) != 1
+    return begins.cumsum(-1).add(1).expand(rows, -1) if bool(begins.any()) else None
 
 
 def _numbers_in_padding_mask(visible: torch.Tensor) -> torch.Tensor | None:
@@ -318,8 +341,10 @@ class DocumentBounds:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Find the documents of the batch before the forward pass of the decoder."""
         self._forget()  # torch calls no hook after a KeyboardInterrupt
-        numbers = document_numbers({**dict(zip(self.names, arguments, strict=False)), **options})
-        self._running, self.documents = True, None if numbers is None else Documents(numbers)
+        inputs = {**dict(zip(self.names, arguments, strict=False)), **options}
+        numbers = document_numbers(inputs)
+        padded = getattr(inputs.get("attention_mask"), "ndim", 0) == _PADDING
+        self._running, self.documents = True, None if numbers is None else Documents(numbers, padded)
         self._has_packed = self._has_packed or numbers is not None
         if numbers is not None or torch.is_grad_enabled():
             self._keep_for_checkpoints(decoder, self.bind_layers(decoder))
@@ -461,6 +486,10 @@ def _by_document(
         if name not in _BOUNDARIES
     }
     gathers = _gathers_inside(layer)
+    if gathers and bounds.required:
+        what = f"ranks gather weights inside of {type(layer).__name__}, which rules out boundaries:"
+        remedy = 'call packhorse.prepare(model, stateful="auto")'
+        raise ConfigError(f"{what} {remedy}", setting="stateful", value=BOUNDARIES)
     names: tuple[str, ...] = ()
     if bounds.mode == BOUNDARIES and documents.count > 1 and not gathers:
         names = boundary_arguments(layer)
@@ -472,7 +501,8 @@ def _by_document(
             passed = options | {name: calls.boundaries[name] for name in names}
             if _keeps_apart(layer, bounds, calls, partial(run, passed)):
                 return documents.join(run(passed), calls)
-        calls = documents.in_groups(_EQUAL_CALLS if gathers else None)
+        # Ranks whose padded rows have no hidden tokens first call the layer once.
+        calls = documents.in_groups((1 if documents.padded else _EQUAL_CALLS) if gathers else None)
         return documents.join(_run_calls(forward, documents, calls, arguments, options), calls)
     finally:
         bounds.documents = documents
@@ -699,10 +729,10 @@ def check_mode(layers: Mapping[str, torch.nn.Module], mode: str) -> None:
     layer = next(lacking, None)
     if layer is None:
         return
-    names = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm", _CONVOLUTION: "causal-conv1d"}
     packages = kernel_packages(layer)
     # With fla alone, rows of zeros separate documents for the convolution, if there are no biases.
-    missing = [names[name] for name in packages if not _has_package(name)] or [names[_CONVOLUTION]]
+    missing = [name for name in packages if not _has_package(name)] or [_CONVOLUTION]
+    missing = [KERNEL_PACKAGES[name] for name in missing]
     why = f"its kernels need {' and '.join(missing)}: pip install {' '.join(missing)}, or"
     if not packages:
         why = "it has no kernels that take the boundaries of documents:"

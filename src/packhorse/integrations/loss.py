@@ -22,10 +22,7 @@ from packhorse.chat import IGNORE_INDEX
 from packhorse.collate.packed import model_inputs
 from packhorse.distributed import has_process_group, reachable_device
 from packhorse.errors import ConfigError
-from packhorse.families.models import unwrap
-from packhorse.families.packing import unprepared_error
 from packhorse.families.router_loss import scaled_router_loss
-from packhorse.families.stateful import has_document_bounds
 from packhorse.types import World, to_device
 
 if TYPE_CHECKING:
@@ -108,12 +105,8 @@ def batch_loss(
         replicas: likewise.
 
     Raises:
-        ConfigError: the model was not prepared, so padding counts in its auxiliary loss, or its layers carry
-            state from one document to the next.
+        ConfigError: the model was not prepared, so padding counts in its auxiliary loss.
     """
-    layers = getattr(getattr(batch, "info", None), "unprepared_layers", ())
-    if layers and not has_document_bounds(unwrap(model), layers):
-        raise unprepared_error(unwrap(model), layers)
     loss = token_loss(output.logits, batch["labels"], tokens, replicas, loss_weights_of(batch))
     auxiliary = scaled_router_loss(model, output)
     if auxiliary is None:

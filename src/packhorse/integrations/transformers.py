@@ -364,7 +364,7 @@ def _last_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """What :func:`prepare` set; ``print`` it.
 
@@ -488,14 +488,14 @@ def prepare(
     if packing.problems:
         accept_unproven(inner)
     prepared = Prepared(
-        type(inner).__name__,
-        backend,
-        {name: count for name, (count, _) in layers.items()},
-        tuple(name for name, (_, mode) in layers.items() if mode == BOUNDARIES),
-        not honours_shift_labels(type(inner)),
-        packing.tested,
-        has_router_loss(inner.config),
-        not packing.problems,
+        model=type(inner).__name__,
+        attn_implementation=backend,
+        stateful_layers={name: count for name, (count, _) in layers.items()},
+        kernels=tuple(name for name, (_, mode) in layers.items() if mode == BOUNDARIES),
+        computes_loss=not honours_shift_labels(type(inner)),
+        tested=packing.tested,
+        router_loss=has_router_loss(inner.config),
+        proven=not packing.problems,
     )
     logger.info("%s", prepared)
     return prepared

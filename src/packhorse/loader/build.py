@@ -178,7 +178,6 @@ class BatchBuilder:
             num_videos=videos,
             num_audios=audios,
             loss_weights=batch.get("loss_weights"),
-            unprepared_layers=self.model.unprepared_layers,
         )
 
     def documents(self, index: int) -> list[Sample]:

@@ -80,7 +80,7 @@ _EXPECTED = (
 _OTHER_FILES = (".arrow", ".tar", ".tar.gz", ".tgz", ".zip", ".csv", ".tsv", ".xlsx")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What a loader needs to know about the model; the model itself is not kept.
 
@@ -94,8 +94,6 @@ class ModelInfo:
         loaded: whether the model itself is known; a config does not determine the attention that runs.
         no_boundaries: why attention that takes boundaries of documents would be wrong; empty if it is right.
         counts_documents: whether the model takes the tokens that count in its router's auxiliary loss.
-        unprepared_layers: classes of layers that carry state until ``packhorse.prepare(model)``, if the model
-            itself is not known.
     """
 
     get_rope_index: RopeIndex | None = None
@@ -107,7 +105,6 @@ class ModelInfo:
     loaded: bool = False
     no_boundaries: str = ""
     counts_documents: bool = False
-    unprepared_layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +268,6 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
     packing = Packing()
     if packed:
         packing = check_packable(config if inner is None else model, trains=trains)
-        if packing.layers and inner is None and trains:
-            logger.warning(
-                "the model was given as a config: its layers %s carry state from document to document until "
-                "packhorse.prepare(model) has changed them. Call it before training",
-                ", ".join(packing.layers),
-            )
     known = config if inner is None else inner
     if trains:
         check_shift_labels(known)
@@ -285,16 +276,15 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
     except ConfigError:  # its sizes have unknown names: the usual proportions
         weights = CostWeights()
     return ModelInfo(
-        rope_index(known),
-        attention_of(config),
-        getattr(inner, "dtype", None),
-        weights,
-        config,
-        type(known).__name__,
-        inner is not None,
-        packing.no_boundaries,
-        takes_router_mask(inner),
-        packing.layers if inner is None and trains else (),
+        get_rope_index=rope_index(known),
+        attn_implementation=attention_of(config),
+        dtype=getattr(inner, "dtype", None),
+        weights=weights,
+        config=config,
+        name=type(known).__name__,
+        loaded=inner is not None,
+        no_boundaries=packing.no_boundaries,
+        counts_documents=takes_router_mask(inner),
     )
 
 
