@@ -134,28 +134,17 @@ def test_every_entry_point_accepts_the_very_model_that_was_prepared(tmp_path: Pa
 def test_lightning_accepts_an_unproven_model_that_was_prepared(tmp_path: Path) -> None:
     import lightning.pytorch as lightning
 
-    from packhorse.integrations.lightning import LoaderDataModule, step_loss
-
-    class Module(lightning.LightningModule):
-        def __init__(self, model: Any) -> None:
-            super().__init__()
-            self.model = model
-
-        def training_step(self, item: Any, number: int) -> torch.Tensor:
-            batch, tokens = item
-            return step_loss(self.trainer, self.model(**model_inputs(batch, self.model)), batch, tokens)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+    from lightning_module import PackedModule
+    from packhorse.integrations.lightning import LoaderDataModule
 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     options = {"max_epochs": 1, "accelerator": "cpu", "default_root_dir": tmp_path, **quiet}
     model = prepared_model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        lightning.Trainer(**options).fit(Module(model), LoaderDataModule(load(model)))
+        lightning.Trainer(**options).fit(PackedModule(model), LoaderDataModule(load(model)))
         with raises_config("model", match=STEPS):
-            lightning.Trainer(**options).fit(Module(unproven()), LoaderDataModule(load(model)))
+            lightning.Trainer(**options).fit(PackedModule(unproven()), LoaderDataModule(load(model)))
 
 
 def test_an_allowed_model_that_gets_another_decoder_is_rejected() -> None:

@@ -324,26 +324,19 @@ def with_accelerate(kind: str, folder: Path) -> tuple[list[float], torch.Tensor]
 def with_lightning(kind: str, folder: Path) -> tuple[list[float], torch.Tensor]:
     import lightning.pytorch as lightning
 
-    from packhorse.integrations.lightning import LoaderDataModule, step_loss
+    from lightning_module import PackedModule
+    from packhorse.integrations.lightning import LoaderDataModule
 
     losses: list[float] = []
 
-    class Module(lightning.LightningModule):
-        def __init__(self, model: Any) -> None:
-            super().__init__()
-            self.model = model
-
-        def training_step(self, item: Any, number: int) -> torch.Tensor:
-            batch, tokens = item
-            loss = step_loss(self.trainer, self.model(**model_inputs(batch)).logits, batch, tokens)
+    class RecordingModule(PackedModule):
+        def training_step(self, item: Any, index: int) -> torch.Tensor:
+            loss = super().training_step(item, index)
             part = float(loss.detach()) / ACCUMULATION
-            losses.append(part if number % ACCUMULATION == 0 else losses.pop() + part)
+            losses.append(part if index % ACCUMULATION == 0 else losses.pop() + part)
             return loss
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=RATE)
-
-    module = Module(make_model().train())
+    module = RecordingModule(make_model().train(), learning_rate=RATE)
     trainer = lightning.Trainer(
         max_epochs=1,
         accumulate_grad_batches=ACCUMULATION,
