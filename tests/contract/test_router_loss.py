@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import math
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -292,6 +293,16 @@ def test_a_forward_pass_that_is_replaced_after_prepare_is_an_error(mixtral: Any)
             mixtral(**batch)
 
 
+def test_preparing_again_restores_the_forward_pass_of_a_model_that_was_pickled(mixtral: Any) -> None:
+    batch = packed_batch(mixtral, "sdpa")
+    copied = pickle.loads(pickle.dumps(mixtral))
+    with raises_config("model", match="or the model was pickled.*call prepare again"):
+        copied(**batch)
+    prepare(copied, "sdpa", device="cpu")
+    with torch.no_grad():
+        assert torch.equal(copied(**batch).loss, mixtral(**batch).loss)
+
+
 def test_preparing_again_restores_a_forward_pass_that_was_replaced(mixtral: Any) -> None:
     batch = packed_batch(mixtral, "sdpa")
     with torch.no_grad():
@@ -461,6 +472,9 @@ def test_a_z_loss_over_all_tokens_is_rejected() -> None:
     with raises_config("z_loss_coefficient", 0.1):
         model_inputs(batch, model)
     model.config.z_loss_coefficient = 0.0
+    with raises_config("z_loss_coefficient", 0.1):  # the model has its own value
+        prepare(model, "sdpa")
+    model.z_loss_coefficient = 0.0
     assert model_inputs(batch, model)
 
 

@@ -59,8 +59,9 @@ class RoutedTokens:
         if ROUTER_MASK in options:
             raise ConfigError(
                 f"something replaced the forward pass of the head of {type(module).__name__} after "
-                "packhorse.prepare(model), so padding would count in the auxiliary loss of the router: call "
-                "prepare again after that. If it still fails, load the model again and call prepare last",
+                "packhorse.prepare(model), or the model was pickled, so padding would count in the auxiliary "
+                "loss of the router: call prepare again after that. If it still fails, load the model again "
+                "and call prepare last",
                 setting="model",
             )
         mask = options.get("attention_mask")
@@ -106,14 +107,7 @@ def check_router_loss(config: Any, takes_mask: bool) -> None:
     """
     if config is None:
         return
-    if coefficient := getattr(text_config(config), "z_loss_coefficient", None):
-        raise ConfigError.of(
-            "z_loss_coefficient",
-            coefficient,
-            "the model adds a z-loss, a mean over all tokens that counts padding and placeholders, so it "
-            "depends on how rows are packed. Set model.z_loss_coefficient = 0 and "
-            "model.config.get_text_config().z_loss_coefficient = 0 to train without it",
-        )
+    check_z_loss(text_config(config))
     if has_router_loss(config) and not takes_mask:
         raise ConfigError.of(
             "output_router_logits",
@@ -127,7 +121,20 @@ def check_router_loss(config: Any, takes_mask: bool) -> None:
 def check_model_router_loss(model: object) -> None:
     """As :func:`check_router_loss`, for a model in any wrapper."""
     inner, config = resolve_model(model)
+    check_z_loss(inner)
     check_router_loss(config, takes_router_mask(inner))
+
+
+def check_z_loss(part: object) -> None:
+    """Raise if a model, or its config, has a z-loss; a model uses its own value, not that of its config."""
+    if coefficient := getattr(part, "z_loss_coefficient", None):
+        raise ConfigError.of(
+            "z_loss_coefficient",
+            coefficient,
+            "the model adds a z-loss, a mean over all tokens that counts padding and placeholders, so it "
+            "depends on how rows are packed. Set model.z_loss_coefficient = 0 and "
+            "model.config.get_text_config().z_loss_coefficient = 0 to train without it",
+        )
 
 
 def scaled_router_loss(model: object, output: Any) -> torch.Tensor | None:

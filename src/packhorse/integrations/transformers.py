@@ -24,12 +24,13 @@ from packhorse.families.models import (
     is_compiled,
     make_honour_shift_labels,
     models_in,
+    text_config,
     unwrap,
 )
 from packhorse.families.packing import accept_unproven, check_packable
 from packhorse.families.router_loss import (
     check_model_router_loss,
-    check_router_loss,
+    check_z_loss,
     has_router_loss,
     install_router_loss,
     takes_router_mask,
@@ -470,7 +471,8 @@ def prepare(
         what = f"prepare changes the model itself, and model is a {type(model).__name__}"
         raise ConfigError(f"{what}: pass what from_pretrained(…) returned", setting="model", value=model)
     inner = unwrap(model)
-    check_router_loss(inner.config, True)
+    for part in (inner, text_config(inner.config)):
+        check_z_loss(part)
     packing = check_packable(model, measured=allow_unproven, trains=False)
     info = inspect_attention(inner, device, dtype, autocast)
     if packing.problems and attn_implementation in (None, "auto"):
