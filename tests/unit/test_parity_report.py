@@ -117,6 +117,7 @@ def test_a_backend_that_is_not_possible_does_not_stop_the_others(run):
         "passed",
         "dropped",
         "not_possible",
+        "failed",
         "reports",
         "stateful_layers",
         "proven",

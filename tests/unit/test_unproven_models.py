@@ -433,3 +433,45 @@ def test_parity_of_a_model_that_cannot_be_run_is_one_line(tmp_path: Path) -> Non
     assert result.exit_code == 2
     assert result.stderr.startswith("packhorse parity: GPT2LMHeadModel cannot be run with sdpa: IndexError: ")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_parity_fails_if_the_model_raises_with_one_of_several_backends(tmp_path: Path) -> None:
+    """As a folder with its own code, whose attention mask must not be bool."""
+    words = processor(FAMILY)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "modeling_additive.py").write_text(ADDITIVE)
+    config = {
+        **sizes,
+        "model_type": "llama",
+        "vocab_size": len(words.tokenizer),
+        "architectures": ["AdditiveLlama"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_additive.AdditiveLlama"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    words.save_pretrained(tmp_path / "processor")
+    options = (
+        "--processor",
+        str(tmp_path / "processor"),
+        "--random-weights",
+        "--trust-remote-code",
+        "--json",
+    )
+    result = parity(tmp_path, folder, *options)
+    assert result.exit_code == 1, result.output
+    report = json.loads(result.stdout)
+    assert not report["passed"]
+    assert "AdditiveLlama cannot be run with sdpa: ValueError: a mask of bool" in report["failed"]["sdpa"]
+    assert [one["ok"] for one in report["reports"] if one["attention"] == "eager"] == [True]
+
+
+ADDITIVE = """
+from transformers import LlamaForCausalLM
+
+class AdditiveLlama(LlamaForCausalLM):
+    def forward(self, *arguments, attention_mask=None, **options):
+        if attention_mask is not None and attention_mask.dtype.itemsize == 1:
+            raise ValueError("a mask of bool")
+        return super().forward(*arguments, attention_mask=attention_mask, **options)
+"""

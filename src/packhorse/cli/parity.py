@@ -70,8 +70,8 @@ def parity(
     """Run a few samples packed and unpacked, and compare the loss of every token and the gradients.
 
     Rows that cannot be encoded are listed and skipped. A backend that is not available is an error only if it
-    is given with --attn-implementation. Layers that carry state are prepared as packhorse.prepare does; a
-    model is rejected only if it is known to be wrong in packs.
+    is given with --attn-implementation; one with which the model raises is an error. Layers that carry state
+    are prepared as packhorse.prepare does; a model is rejected only if it is known to be wrong in packs.
     """
     with terminal.one_line_errors("parity", "nothing was written", verbose):
         from packhorse.families.models import open_processor
@@ -96,24 +96,39 @@ def parity(
         loaded = load_model(model, dtype, device, random_weights, trust_remote_code)
         prepared = prepare_layers(loaded, stateful)
         no_boundaries = prepared.packing.no_boundaries
-        reports, unavailable = _compare(loaded, opened, chosen, attn_implementation, rows, no_boundaries)
+        compared = _compare(loaded, opened, chosen, attn_implementation, rows, no_boundaries)
     if as_json:
         result = {
             "version": 1,
-            "passed": all(report.ok for report in reports),
+            "passed": compared.passed,
             "dropped": chosen.dropped,
-            "not_possible": {backend: str(error) for backend, error in unavailable},
-            "reports": [report.as_dict() for report in reports],
+            "not_possible": {backend: str(error) for backend, error in compared.unavailable},
+            "failed": {backend: str(error) for backend, error in compared.failed},
+            "reports": [report.as_dict() for report in compared.reports],
             "stateful_layers": {name: mode for name, (_, mode) in prepared.layers.items()},
             "proven": not prepared.packing.problems,
         }
         typer.echo(terminal.to_json(result))
     else:
-        _print(reports, unavailable, verbose)
-        for line in prepared.describe(reports):
+        _print(compared, verbose)
+        for line in prepared.describe(compared.reports):
             typer.echo(line)
-    if not all(report.ok for report in reports):
+    if not compared.passed:
         raise typer.Exit(1)
+
+
+@dataclass
+class Compared:
+    """The reports of backends, those that are not available and those with which the model raises."""
+
+    reports: list[ParityReport] = field(default_factory=list)
+    unavailable: list[tuple[str, ConfigError]] = field(default_factory=list)
+    failed: list[tuple[str, ConfigError]] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether packed equals unpacked with every available backend."""
+        return not self.failed and all(report.ok for report in self.reports)
 
 
 def _compare(
@@ -123,8 +138,8 @@ def _compare(
     requested: Sequence[str] | None,
     rows: int,
     no_boundaries: str = "",
-) -> tuple[list[ParityReport], list[tuple[str, ConfigError]]]:
-    """Return the reports and the unavailable backends; raise if a requested one or all are unavailable.
+) -> Compared:
+    """Compare packed with unpacked for each backend; raise if a requested one, or every one, cannot be run.
 
     Backends that take the boundaries of documents are compared for a model that does not (``no_boundaries``
     says why) only if they are requested: ``prepare`` rejects them.
@@ -133,8 +148,7 @@ def _compare(
     from packhorse.families.packing import boundaries_error
     from packhorse.tools.parity import check_parity
 
-    reports: list[ParityReport] = []
-    unavailable: list[tuple[str, ConfigError]] = []
+    compared = Compared()
     backends, packs = requested or _BACKENDS, min(rows, len(chosen.samples) // 2)
     with Progress("comparing", unit="backends") as progress:
         for done, backend in enumerate(backends, 1):
@@ -142,20 +156,20 @@ def _compare(
                 if no_boundaries and not requested and batch_format_of(backend) in CONTIGUOUS:
                     raise boundaries_error(no_boundaries)
                 report = check_parity(model, processor, chosen.samples, backend, rows=packs, keys=chosen.keys)
-                reports.append(report)
+                compared.reports.append(report)
             except ConfigError as error:
                 if requested:
                     raise
-                unavailable.append((backend, error))
+                compared.unavailable.append((backend, error))
             except (IndexError, RuntimeError, TypeError, ValueError) as error:  # of the model's own code
                 what = f"{type(model).__name__} cannot be run with {backend}: {type(error).__name__}: {error}"
                 if requested:
                     raise ConfigError(what, setting="model") from error
-                unavailable.append((backend, ConfigError(what, setting="model")))
+                compared.failed.append((backend, ConfigError(what, setting="model")))
             progress(done, len(backends))
-    if not reports:
-        raise unavailable[0][1]
-    return reports, unavailable
+    if not compared.reports:
+        raise [*compared.failed, *compared.unavailable][0][1]
+    return compared
 
 
 @dataclass
@@ -307,11 +321,9 @@ def prepare_layers(model: Any, stateful: str) -> PreparedLayers:
     return PreparedLayers(packing, install(model, packing.layers, stateful, model.device), stateful)
 
 
-def _print(
-    reports: Sequence[ParityReport], unavailable: Sequence[tuple[str, ConfigError]], verbose: bool
-) -> None:
+def _print(compared: Compared, verbose: bool) -> None:
     """Print the result of each backend, with the documents that differ; all documents if ``verbose``."""
-    for report in reports:
+    for report in compared.reports:
         typer.echo(report.describe())
         for document in report.documents:
             verdict = "ok" if document.largest <= report.tolerance else "DIFFERS"
@@ -322,5 +334,7 @@ def _print(
                 f"tokens, {document.supervised:,} supervised, loss {document.unpacked:.4f} alone, "
                 f"{document.packed:.4f} packed, {verdict}"
             )
-    for backend, error in unavailable:
+    for backend, error in compared.failed:
+        typer.echo(f"{backend}: failed: {error}")
+    for backend, error in compared.unavailable:
         typer.echo(f"{backend}: not available: {error}")
