@@ -304,5 +304,5 @@ def test_models_that_look_at_images_across_documents_are_rejected() -> None:
     with pytest.raises(ConfigError, match="cross attention"):
         prepare(MllamaForCausalLM(text))
     t5 = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    with pytest.raises(ConfigError, match="in packs and in padded rows$"):  # no advice to train it padded
+    with pytest.raises(ConfigError, match=r"in packs and in padded rows$"):  # no advice to train it padded
         prepare(T5ForConditionalGeneration(t5))
