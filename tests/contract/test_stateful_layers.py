@@ -21,8 +21,8 @@ from contract.processors import processor
 from contract.test_packable_types import decoder, with_random_weights
 from contract.tiny_models import tiny_model
 from noise_floor import largest_difference, noise_floor, relative_difference
-from packhorse.families.packing import STATEFUL_LAYERS, check_packable, inspect_packing
-from packhorse.families.stateful import Documents, has_document_bounds, install, layers_of
+from packhorse.families.packing import check_packable, inspect_packing
+from packhorse.families.stateful import STATEFUL_LAYERS, Documents, has_document_bounds, install, layers_of
 from raising import raises_config
 
 NAMES = ("qwen3_next", "lfm2", "bamba", "jamba", "falcon_mamba")
@@ -159,8 +159,8 @@ def check_compiled(name: str, backend: str, parity: Any) -> None:
     try:
         for lengths in (LENGTHS, *OTHER_LENGTHS, None, LENGTHS):
             if lengths is None:
-                inputs = {"input_ids": token_ids(8)}  # few, because loops over tokens are unrolled
-                expected, control = run(other, inputs), run_alone(other, (5, 3))
+                inputs = {"input_ids": token_ids(4)}  # few, because loops over tokens are unrolled
+                expected, control = run(other, inputs), run_alone(other, (2, 2))
                 recomputed = [run(given, inputs) for given in (model, *alone_models)]
             else:
                 inputs = batch(lengths=lengths)
@@ -192,9 +192,9 @@ def test_a_compiled_model_trains_on_packs_of_any_lengths_and_on_other_batches(na
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
-def test_a_model_compiled_by_inductor_trains_on_packs_and_on_other_batches(name: str, parity: Any) -> None:
-    check_compiled(name, "inductor", parity)
+def test_a_model_compiled_by_inductor_trains_on_packs_and_on_other_batches(parity: Any) -> None:
+    """Without a loop over tokens, which would take Inductor minutes."""
+    check_compiled("lfm2", "inductor", parity)
 
 
 def test_a_model_that_is_compiled_before_it_is_prepared_keeps_documents_apart(parity: Any) -> None:
