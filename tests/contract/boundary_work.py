@@ -27,8 +27,14 @@ from contract.test_packable_types import decoder, with_random_weights
 from noise_floor import largest_difference, noise_floor, relative_difference
 from packhorse.errors import ConfigError
 from packhorse.families import stateful
-from packhorse.families.packing import STATEFUL_LAYERS
-from packhorse.families.stateful import BOUNDARIES, PER_DOCUMENT, boundary_arguments, install, layers_of
+from packhorse.families.stateful import (
+    BOUNDARIES,
+    PER_DOCUMENT,
+    STATEFUL_LAYERS,
+    boundary_arguments,
+    install,
+    layers_of,
+)
 
 _LENGTHS = (9, 2, 13)
 _HIDDEN = (4, 11, 12, 22, 23)  # inside document 1, at the start of document 3 and at its end

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from packhorse.families.packing import STATEFUL_LAYERS
+from packhorse.families.stateful import STATEFUL_LAYERS
 
 _HERE = Path(__file__).parent
 _DELTA = ("qwen3_next", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text")
