@@ -52,11 +52,11 @@ def run(
     """Return the logits of the visible tokens of documents in a row, and the gradients of a sum over them."""
     numbers = (torch.arange(len(lengths)) + 1).repeat_interleave(torch.tensor(lengths))
     numbers[list(hidden)] = 0
-    seen = (numbers[:, None] == numbers) & torch.ones(len(numbers), len(numbers)).tril().bool()
-    seen &= numbers > 0
+    mask = (numbers[:, None] == numbers) & torch.ones(len(numbers), len(numbers)).tril().bool()
+    mask &= numbers > 0
     if positions is None:
         positions = torch.cat([torch.arange(length) for length in lengths])
-    inputs = {"attention_mask": seen.expand(len(ids), 1, -1, -1)} if masked else {}
+    inputs = {"attention_mask": mask.expand(len(ids), 1, -1, -1)} if masked else {}
     inputs["position_ids"] = positions.expand(len(ids), -1)
     logits = model(input_ids=ids, use_cache=False, **inputs).logits[:, numbers > 0]
     logits.square().sum().backward()
@@ -182,7 +182,7 @@ def without_boundaries_of(
 
 
 def with_hidden_tokens(plain: Any, models: dict[str, Any], ids: torch.Tensor) -> dict[str, float]:
-    """Compare documents with hidden tokens with what is left of them; the control sees all tokens."""
+    """Compare documents with hidden tokens with what is left of them; no token is hidden in the control."""
     visible = [index for index in range(sum(_LENGTHS)) if index not in _HIDDEN]
     numbers = torch.arange(len(_LENGTHS)).repeat_interleave(torch.tensor(_LENGTHS))[visible]
     lengths = numbers.bincount().tolist()
@@ -212,7 +212,7 @@ def with_checkpointing(
 
 
 def with_generation(plain: Any, model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Generate with both models; compare with one forward pass, whose control sees the last token alone."""
+    """Generate with both models; compare with one forward pass, whose control gets only the last tokens."""
     plain, model = (copy.deepcopy(given).eval() for given in (plain, model))
     rows = torch.cat([ids, ids.flip(1)])
     mask = torch.ones_like(rows)

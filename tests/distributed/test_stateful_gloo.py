@@ -212,10 +212,10 @@ def layer_gradients(model: Any) -> dict[str, torch.Tensor]:
 def packed_row(rank: int) -> dict[str, torch.Tensor]:
     lengths = torch.tensor(LENGTHS[rank])
     numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
-    seen = (numbers[:, None] == numbers) & torch.ones(len(numbers), len(numbers)).tril().bool()
+    mask = (numbers[:, None] == numbers) & torch.ones(len(numbers), len(numbers)).tril().bool()
     ids = torch.randint(5, 90, (1, len(numbers)), generator=torch.Generator().manual_seed(rank))
     positions = torch.cat([torch.arange(int(length)) for length in lengths])[None]
-    return {"input_ids": ids, "attention_mask": seen[None, None], "position_ids": positions}
+    return {"input_ids": ids, "attention_mask": mask[None, None], "position_ids": positions}
 
 
 def sharded_step(rank: int, kind: str) -> ShardedStep:
