@@ -132,7 +132,7 @@ def compare(name: str) -> dict[str, Any]:
         "padding": with_padding_alone(models["auto"], ids, packed),
         "checkpointing": {
             f"reentrant={reentrant}": with_checkpointing(models["auto"], ids, packed, leaking, reentrant)
-            for reentrant in ((False,) if name == "zamba2" else (True, False))
+            for reentrant in (True, False)
         },
         "generation": with_generation(plain, models["auto"], ids),
     }

@@ -29,7 +29,7 @@ _PARTS = [
 ]
 _CHECKPOINTED = [
     *((name, "reentrant=False") for name in _WITH_KERNELS),
-    *((name, "reentrant=True") for name in _WITH_KERNELS if name != "zamba2"),
+    *((name, "reentrant=True") for name in _WITH_KERNELS),
 ]
 
 

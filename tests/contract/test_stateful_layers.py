@@ -663,3 +663,18 @@ def test_attention_inside_of_a_layer_with_state_runs_without_a_mask_or_not_at_al
     packhorse.prepare(model, "eager", device="cpu")
     with raises_config("attn_implementation", match="StateLayer carries state and contains LlamaAttention"):
         model(**batch())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers_inside_of_checkpointed_layers_give_the_same_gradients(
+    reentrant: bool, parity: Any
+) -> None:
+    model = prepare_model("zamba2").train()
+    _, expected = run(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    _, gradients = run(model)
+    _, control = run_unprepared("zamba2")
+    floor = noise_floor(expected, measure=relative_difference)
+    difference = relative_difference(gradients, expected)
+    parity.check("gradients", difference, floor, relative_difference(control, expected))

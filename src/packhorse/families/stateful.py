@@ -310,6 +310,9 @@ def _numbers_in_mask(seen: torch.Tensor) -> torch.Tensor:
     return (visible & ~continues).cumsum(-1) * visible
 
 
+_Checkpoint = tuple[Any, str, Any]  # a module, the name of its function for checkpoints, and that function
+
+
 class DocumentBounds:
     """The documents of the batch that a decoder computes, for its layers with state.
 
@@ -333,7 +336,7 @@ class DocumentBounds:
         )
         self.documents: Documents | None = None
         self._running = self._has_packed = False
-        self._changed: list[tuple[Any, str, Any]] = []
+        self._changed: list[_Checkpoint] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(
@@ -377,14 +380,23 @@ class DocumentBounds:
         return layers
 
     @contextmanager
-    def use(self, documents: Documents | None) -> Iterator[None]:
-        """Let layers use these documents (None: of a batch that is not packed) in the backward pass."""
+    def use(self, documents: Documents | None, checkpoints: Sequence[_Checkpoint] = ()) -> Iterator[None]:
+        """Let layers use these documents (None: of a batch that is not packed) in the backward pass.
+
+        ``checkpoints`` are the functions of layers inside of the one that is computed again, which use the
+        documents too.
+        """
         before = self.documents, self._running
         self.documents, self._running = documents, True
+        replaced = [(module, name, getattr(module, name)) for module, name, _ in checkpoints]
+        for module, name, function in checkpoints:
+            setattr(module, name, partial(_checkpoint, function, self, documents, checkpoints))
         try:
             yield
         finally:
             self.documents, self._running = before
+            for module, name, function in replaced:
+                setattr(module, name, function)
 
     def check_running(self, layer: torch.nn.Module) -> None:
         """Raise if a layer is computed again in the backward pass, without the documents of its batch."""
@@ -405,13 +417,14 @@ class DocumentBounds:
             for part in name.split("."):  # the layer, and the modules that contain it
                 module = getattr(module, part)
                 modules[id(module)] = module
-        for module in modules.values():
-            # That of transformers' layers, and that of torch's CheckpointWrapper (FSDP).
-            for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
-                function = vars(module).get(name)
-                if function is not None:
-                    self._changed.append((module, name, function))
-                    setattr(module, name, partial(_checkpoint, function, self, self.documents))
+        # That of transformers' layers, and that of torch's CheckpointWrapper (FSDP).
+        names = ("_gradient_checkpointing_func", "checkpoint_fn")
+        found = ((module, name, vars(module).get(name)) for module in modules.values() for name in names)
+        self._changed = [checkpoint for checkpoint in found if checkpoint[2] is not None]
+        for module, name, function in self._changed:
+            parts = {id(part) for part in module.modules() if part is not module}
+            inside = [checkpoint for checkpoint in self._changed if id(checkpoint[0]) in parts]
+            setattr(module, name, partial(_checkpoint, function, self, self.documents, inside))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -444,14 +457,15 @@ def _checkpoint(
     function: Callable[..., Any],
     bounds: DocumentBounds,
     documents: Documents | None,
+    inside: Sequence[_Checkpoint],
     forward: Callable[..., Any],
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Checkpoint a layer whose later computation uses these documents."""
+    """Checkpoint a layer whose later computation, and that of layers inside, uses these documents."""
 
     def with_documents(*inputs: Any, **named: Any) -> Any:
-        with bounds.use(documents):
+        with bounds.use(documents, inside):
             return forward(*inputs, **named)
 
     return function(with_documents, *arguments, **options)
