@@ -282,7 +282,8 @@ def main() -> int:
         PAGE.write_text(page.rstrip() + "\n")
         return 0
     changed = differences(PAGE.read_text(), page)
-    print(*changed, sep="\n")
+    for line in changed:
+        print(line)
     return bool(changed)
 
 

@@ -486,7 +486,7 @@ def examine(name: str) -> Result:
     measured = dict(_measure_all(name, subject))
     group = LAYERS if packing.layers else PACKS
     wrong = [
-        f"{name}: {measurement.problem or 'documents mix'}"
+        f"{name}: {measurement.problem or 'documents mix, or the control does not'}"
         for name, measurement in measured.items()
         if not measurement.right
     ]
@@ -496,6 +496,7 @@ def examine(name: str) -> Result:
 
 
 _REJECTION = r"cannot be trained on packed rows|is an encoder-decoder"
+_OTHER_POSITIONS = "get_rope_index returned positions of shape"  # HunYuan-VL has four rows of them
 
 
 def _examine_rejected(subject: Subject, model: Any, packing: Packing) -> tuple[str, str]:
@@ -522,7 +523,8 @@ def _examine_rejected(subject: Subject, model: Any, packing: Packing) -> tuple[s
         try:
             load_packed(model)
         except ConfigError as error:
-            reason = str(error)
+            if _OTHER_POSITIONS not in (reason := str(error)):
+                raise
         else:
             return NOT_PROVEN, reason
     with pytest.raises(ConfigError, match=_REJECTION):
