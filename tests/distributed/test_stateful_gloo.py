@@ -189,11 +189,16 @@ LENGTHS = ((30, 30, 30, 30), (200, 3))  # of the documents of each rank: one gro
 
 @dataclass
 class ShardedStep:
-    """The logits of a rank, the averaged gradients of a layer, and how often it was called."""
+    """The logits of a rank, the averaged gradients of a layer, and how often it was called.
+
+    ``padded`` and ``padded_calls`` are those of padded rows, of which only rank 0 has hidden tokens first.
+    """
 
     logits: torch.Tensor
     gradients: dict[str, torch.Tensor]
     calls: int
+    padded: torch.Tensor
+    padded_calls: int
 
 
 def short_convolution() -> Any:
@@ -218,6 +223,14 @@ def packed_row(rank: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask[None, None], "position_ids": positions}
 
 
+def padded_rows(rank: int) -> dict[str, torch.Tensor]:
+    """Two rows of 20 tokens, of which the last has 5 hidden ones: the first on rank 0, the last on others."""
+    ids = torch.randint(5, 90, (2, 20), generator=torch.Generator().manual_seed(rank))
+    visible = torch.ones_like(ids)
+    visible[1, slice(0, 5) if rank == 0 else slice(15, 20)] = 0
+    return {"input_ids": ids, "attention_mask": visible}
+
+
 def sharded_step(rank: int, kind: str) -> ShardedStep:
     """Train on a row with FSDP around each projection of the layer with state."""
     model = short_convolution()
@@ -236,7 +249,10 @@ def sharded_step(rank: int, kind: str) -> ShardedStep:
     logits.square().sum().backward()
     with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
         gradients = {key: gradient.clone() for key, gradient in layer_gradients(model).items()}
-    return ShardedStep(logits.detach(), gradients, len(calls))
+    number = len(calls)
+    with torch.no_grad():
+        padded = model(**padded_rows(rank), use_cache=False).logits
+    return ShardedStep(logits.detach(), gradients, number, padded, len(calls) - number)
 
 
 def sharded_alone(reverse: bool = False) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -268,3 +284,23 @@ def test_ranks_whose_layers_gather_weights_call_them_equally_often(
         floor = noise_floor(gradients, reversed_gradients, measure=relative_difference)
         control = relative_difference(layer_gradients(leaking), gradients)
         parity.check("gradients", relative_difference(rank.gradients, gradients), floor, control)
+
+
+@pytest.mark.parametrize("kind", SHARDING)
+def test_ranks_whose_layers_gather_weights_call_them_equally_often_for_padded_rows(
+    kind: str, folder: Path, parity: Any
+) -> None:
+    model = short_convolution()
+    for rank in range(RANKS):
+        step = torch.load(folder / f"{kind}-{rank}.pt", weights_only=False)
+        assert step.padded_calls == 1
+        rows = padded_rows(rank)
+        visible = rows["attention_mask"][1].bool()
+        with torch.no_grad():
+            alone, wider = (
+                model(input_ids=ids[None], use_cache=False).logits[0]
+                for ids in (rows["input_ids"][1][visible], rows["input_ids"][1])
+            )
+        control = largest_difference(wider[-len(alone) :], alone)
+        difference = largest_difference(step.padded[1][visible], alone)
+        parity.check("logits", difference, noise_floor(alone), control)
