@@ -135,7 +135,19 @@ def compare(name: str) -> dict[str, Any]:
             for reentrant in (True, False)
         },
         "generation": with_generation(plain, models["auto"], ids),
+        "gathered": {mode: with_gathered_weights(plain, mode, ids) for mode in ("auto", BOUNDARIES)},
     }
+
+
+def with_gathered_weights(plain: Any, mode: str, ids: torch.Tensor) -> str:
+    """Return the error of a packed row if weights are marked as DeepSpeed marks those that ranks gather."""
+    model = copy.deepcopy(plain)
+    classes = next(classes for classes in STATEFUL_LAYERS.values() if layers_of(model, classes))
+    install(model, classes, mode, "cuda")
+    for layer in layers_of(model, classes).values():
+        for weight in layer.parameters():
+            weight.ds_id = 0  # type: ignore[attr-defined]
+    return error_of(lambda: run(model, ids, _LENGTHS))
 
 
 @contextmanager

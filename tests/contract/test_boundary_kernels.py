@@ -172,3 +172,13 @@ def test_dropout_of_adapters_is_not_taken_for_documents_that_mix() -> None:
     for found in compare(("--dropout", "qwen3_next", "lfm2"), "recurrence", "convolution").values():
         assert found["dropout"] > 0
         assert not found["error"]
+
+
+@pytest.mark.parametrize("name", _WITH_KERNELS)
+def test_boundaries_are_rejected_where_ranks_gather_the_weights_of_a_layer(
+    name: str, with_all: dict[str, Any]
+) -> None:
+    errors = with_all[name]["gathered"]
+    assert not errors["auto"], "the layer is called for groups of documents"
+    assert "ranks gather weights inside of" in errors["boundaries"]
+    assert 'call packhorse.prepare(model, stateful="auto")' in errors["boundaries"]
