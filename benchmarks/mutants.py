@@ -237,8 +237,8 @@ MUTANTS = (
     Mutant(
         "models with layers that carry state train without being prepared",
         "families/packing.py",
-        "if inner is None or has_document_bounds(inner, packing.layers):",
-        "if inner is None or packing.layers or has_document_bounds(inner, packing.layers):",
+        "prepared = inner is not None and has_document_bounds(inner, packing.layers)",
+        "prepared = inner is not None",
         ("tests/unit/test_models.py",),
     ),
     Mutant(
