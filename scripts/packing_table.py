@@ -184,9 +184,10 @@ def _table(group: str, results: Sequence[Result]) -> Iterator[str]:
 def _about_kernels(results: Sequence[Result]) -> str:
     packages = sorted({name for result in results for name in _kernels(result)})
     return (
-        f"Packages: {', '.join(f'`{name}`' for name in packages)}. `fla` is flash-linear-attention. "
-        "`causal_conv1d` and `mamba_ssm`: not run with the real kernel, but with functions that take the "
-        "same arguments (`tests/contract/test_boundary_kernels.py`).\n"
+        f"Packages: {', '.join(f'`{name}`' for name in packages)}. `fla` (flash-linear-attention) runs in "
+        "`benchmarks/gpu_hybrid.py` on a GPU ([results](benchmarks.md)). `causal_conv1d` and `mamba_ssm`: not "
+        "run with the real kernel. The tests run functions of PyTorch with the arguments of all three "
+        "(`tests/contract/test_boundary_kernels.py`).\n"
     )
 
 

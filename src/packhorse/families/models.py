@@ -318,7 +318,9 @@ def check_shift_labels(model: object) -> None:
         passed = "" if inner is not None else " and pass the model itself"
         what = (
             f"{kind.__name__} of transformers {version} drops shift_labels, so model(**batch).loss would "
-            f"shift labels twice: call packhorse.prepare(model) first{passed}, or upgrade transformers"
+            f"shift labels twice: call packhorse.prepare(model) first{passed}, or upgrade transformers. For "
+            "padded batches of a model that prepare rejects, call "
+            "packhorse.families.models.make_honour_shift_labels(model)"
         )
         raise ConfigError(what, setting="model", value=kind.__name__)
 

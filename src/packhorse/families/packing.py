@@ -309,9 +309,9 @@ def _problems(model: torch.nn.Module | None, config: ModelConfig) -> Iterator[st
             "model itself"
         )
     if getattr(config, "is_encoder_decoder", False):
-        yield "its encoder and the attention to it know nothing of documents"
+        yield "its encoder and the attention to it do not separate documents"
     if getattr(text, "cross_attention_layers", None):
-        yield "text attends to images in layers of cross attention, which know nothing of documents"
+        yield "text attends to images in layers of cross attention, which do not separate documents"
     if config.model_type == "paligemma":
         yield "PaliGemma's question attends to itself bidirectionally, which packed batches have no mask for"
 
