@@ -185,8 +185,8 @@ def _about_kernels(results: Sequence[Result]) -> str:
     packages = sorted({name for result in results for name in _kernels(result)})
     return (
         f"Packages: {', '.join(f'`{name}`' for name in packages)}. `fla` (flash-linear-attention) runs in "
-        "`benchmarks/gpu_hybrid.py` on a GPU ([results](benchmarks.md)). `causal_conv1d` and `mamba_ssm`: not "
-        "run with the real kernel. The tests run functions of PyTorch with the arguments of all three "
+        "`benchmarks/gpu_hybrid.py` on a GPU ([results](benchmarks.md)). `causal_conv1d` and `mamba_ssm`: "
+        "not run with the real kernel. The tests run functions of PyTorch with the arguments of all three "
         "(`tests/contract/test_boundary_kernels.py`).\n"
     )
 
