@@ -293,7 +293,9 @@ def test_a_forward_pass_that_is_replaced_after_prepare_is_an_error(mixtral: Any)
             mixtral(**batch)
 
 
-def test_preparing_again_restores_the_forward_pass_of_a_model_that_was_pickled(mixtral: Any) -> None:
+def test_preparing_again_restores_the_forward_pass_of_a_model_that_was_pickled() -> None:
+    mixtral = routing_model.__wrapped__("mixtral")  # transformers cannot pickle one that has been called
+    prepare(mixtral, "sdpa", device="cpu")
     batch = packed_batch(mixtral, "sdpa")
     copied = pickle.loads(pickle.dumps(mixtral))
     with raises_config("model", match="or the model was pickled.*call prepare again"):
