@@ -231,9 +231,8 @@ def _attentions(measured: Mapping[str, Measurement]) -> Iterator[str]:
 
 def reason_of(result: Result) -> str:
     """Return why a class is not accepted, in one short cell of a table, with magnitudes for numbers."""
-    reason = re.sub(r"; packhorse parity --model .*?load\(…, model=model\)", "", result.reason)
     # A class without positions computes documents otherwise in any layer: the first one explains nothing.
-    reason = re.sub(r", first in [\w, ]+(?=; \w+ takes no position_ids)", "", reason)
+    reason = re.sub(r", first in [\w, ]+(?=; \w+ takes no position_ids)", "", result.reason)
     reason = _NUMBER.sub(lambda match: magnitude(float(match[0])), reason)
     reason = reason.replace(f"{result.class_name}: ", "")
     if len(reason) > _LONGEST_REASON:

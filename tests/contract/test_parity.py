@@ -21,6 +21,7 @@ from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
 from packhorse.families.models import attention_of
 from packhorse.tools.parity import ParityReport, check_parity
+from raising import raises_config
 
 CASES = ("text", "one image", "two images", "many turns")
 
@@ -105,6 +106,13 @@ def test_noise_of_more_than_half_the_digits_is_no_excuse(examples: Any) -> None:
     assert report.floor > 0.1
     assert report.tolerance < 0.01
     assert not report.ok
+
+
+def test_a_model_whose_loss_is_no_number_is_not_blamed_on_packing(examples: Any) -> None:
+    model = copy.deepcopy(tiny_model("qwen2_vl"))
+    model.lm_head.weight.data[3] = float("nan")
+    with raises_config("model", match="sample 0 alone is nan or infinite, so nothing can be compared"):
+        check_parity(model, processor("qwen2_vl"), examples)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "varlen"])

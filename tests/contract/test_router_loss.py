@@ -466,6 +466,20 @@ def test_a_packed_batch_that_does_not_say_what_counts_is_an_error(experts: Any) 
             experts(**batch, output_router_logits=True)
 
 
+def test_a_router_loss_that_only_the_whole_config_asks_for_is_rejected() -> None:
+    model = copy.deepcopy(tiny_model("qwen3_vl_moe"))
+    model.config.output_router_logits = True
+    for reject in (lambda: prepare(model, "sdpa", device="cpu"), lambda: load(model)):
+        with raises_config(
+            "output_router_logits", True, match="not in the part of it that the decoder reads"
+        ):
+            reject()
+    model.config.get_text_config().output_router_logits = True
+    prepare(model, "sdpa", device="cpu")
+    batch = next(iter(load(model)))
+    assert model(**batch).aux_loss > 0
+
+
 def test_a_z_loss_over_all_tokens_is_rejected() -> None:
     model = decoder("bamba", z_loss_coefficient=0.1)
     with raises_config("z_loss_coefficient", 0.1, match="padding"):

@@ -93,6 +93,8 @@ def test_an_unproven_model_keeps_documents_apart_once_the_user_allows_it() -> No
     model = unproven()
     report = prepare(model, device="cpu", allow_unproven=True)
     assert not report.proven
+    assert "no test shows that its media are; packhorse parity measures it)" in str(report)
+    assert "model=LlavaForConditionalGeneration (not proven)" in repr(load(model))
     assert report.stateful_layers == {"Lfm2ShortConv": 1}
     assert "not proven" in str(report)
     assert change_of_document_2(model) == 0.0

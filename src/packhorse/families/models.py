@@ -87,6 +87,10 @@ def _unwrap_steps(model: object) -> Iterator[Any]:
         if inner is None:
             name = type(model).__name__
             what = f"model is a {name} without a config: expected {EXPECTED}"
+            if name == "Prepared":
+                what = (
+                    "model is the report of packhorse.prepare, which changes the model itself: pass the model"
+                )
             raise ConfigError(what, setting="model", value=name)
         yield inner
 
@@ -143,7 +147,10 @@ def open_config(name: str, trust_remote_code: bool = False) -> Any:
     except (*_BROKEN_FILES, wrong_values) as error:
         why = _describe_broken(error)
         needs_code = "trust_remote_code" in str(error)
-        hint = "; load the model with trust_remote_code=True and pass it" if needs_code else ""
+        if needs_code:
+            why = "it comes with code of its own"
+        hint = ": load the model with trust_remote_code=True and pass it; commands have --trust-remote-code"
+        hint = hint if needs_code else ""
         what = f"model {name}: no config there can be read ({why}){hint}"
         raise ConfigError(what, setting="model", value=name) from error
 

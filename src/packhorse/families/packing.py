@@ -82,8 +82,9 @@ _KNOWN_PACKAGES = frozenset(
 )
 _NO_BOUNDARIES = "this model does not pass them on, or ignores them"
 _HINT = (
-    "; packhorse parity --model measures it with your data. If packed equals unpacked there, call "
-    "packhorse.prepare(model, allow_unproven=True), and pass that model: packhorse.load(…, model=model)"
+    "packhorse parity --model measures it with your data (packhorse.tools.parity.check_parity if you changed "
+    "the model). If packed equals unpacked there, call packhorse.prepare(model, allow_unproven=True), and "
+    "pass that model: packhorse.load(…, model=model)"
 )
 _ACCEPTED = "_packhorse_accepted_unproven"
 
@@ -134,20 +135,20 @@ def inspect_packing(model: object) -> Packing:
     ours = model_class.__module__.startswith("transformers.")
     if ours and not untested and _has_tested_layers(inner, config, layers, modules):
         if inner is not None and (what := _describe_replaced(inner, modules)):
-            return _unproven(f"{model_class.__name__}: {what}{_HINT}", layers)
+            return _unproven(f"{model_class.__name__}: {what}", layers)
         ignores = text.model_type in _IGNORE_BOUNDARIES
         return Packing(layers=layers, no_boundaries=_NO_BOUNDARIES if ignores else "")
     if odd := {kind: index for kind, index in layer_kinds(text).items() if kind not in _MEASURABLE_LAYERS}:
         layers_named = ", ".join(f"layer {index} ({kind})" for kind, index in odd.items())
         why = f"{model_class.__name__}: no test shows that {layers_named} keeps the documents of a row apart"
-        return _unproven(why + _HINT)
+        return _unproven(why)
     measured = _measure_packing(model_class, config, untested)
     if inner is None or measured.problems or not modules.not_checked():
         return measured
     from packhorse.families.probe import module_classes
 
     if what := _describe_replaced(inner, modules, module_classes(model_class, config)):
-        return replace(measured, problems=(f"{model_class.__name__}: {what}{_HINT}",), known=False)
+        return replace(measured, problems=(f"{model_class.__name__}: {what}",), known=False)
     return measured
 
 
@@ -189,13 +190,13 @@ def _measure_packing(model_class: Any, config: ModelConfig, untested: Sequence[s
         why = result.problem
         if result.wrong and not _takes_positions(model_class):
             why += f"; {name} takes no position_ids"
-        problem = f"{name}: {why}{'' if result.wrong else _HINT}"
+        problem = f"{name}: {why}"
         return Packing(problems=(problem,), tested=False, known=result.wrong)
     no_boundaries = _NO_BOUNDARIES if result.varlen else ""
     packing = Packing(layers=result.layers, tested=False, no_boundaries=no_boundaries, no_eager=result.eager)
     if untested and _takes_media(model_class, config):
         why = f"{name}: its text is right in packed rows, as measured, but no test shows that its media are"
-        return replace(packing, problems=(why + _HINT,), known=False)
+        return replace(packing, problems=(why,), known=False)
     return packing
 
 
@@ -286,7 +287,9 @@ def boundaries_error(problem: str) -> ConfigError:
 def packing_error(packing: Packing) -> ConfigError:
     """The error for a model that has problems in packed rows."""
     remedy = "Use padded batches" if packing.known else "Or use padded batches"
-    what = f'this model cannot be trained on packed rows: {"; ".join(packing.problems)}. {remedy}: mode="pad"'
+    hint = "" if packing.known else f"; {_HINT}"
+    problems = "; ".join(packing.problems)
+    what = f'this model cannot be trained on packed rows: {problems}{hint}. {remedy}: mode="pad"'
     return ConfigError(what, setting="model")
 
 

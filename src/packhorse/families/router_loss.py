@@ -107,7 +107,15 @@ def check_router_loss(config: Any, takes_mask: bool) -> None:
     """
     if config is None:
         return
-    check_z_loss(text_config(config))
+    text = text_config(config)
+    check_z_loss(text)
+    if getattr(config, "output_router_logits", False) and not getattr(text, "output_router_logits", True):
+        raise ConfigError.of(
+            "output_router_logits",
+            True,
+            f"it is set in {type(config).__name__}, but not in the part of it that the decoder reads: "
+            "set model.config.get_text_config().output_router_logits = True",
+        )
     if has_router_loss(config) and not takes_mask:
         raise ConfigError.of(
             "output_router_logits",

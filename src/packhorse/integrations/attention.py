@@ -171,6 +171,7 @@ def inspect_attention(
     if device is None and model.device.type in ("cpu", "meta") and torch.cuda.is_available():
         device = "cuda"  # trainers move it there
     device = torch.device(device or model.device)
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()  # not where a model is prepared elsewhere
     takes = None
     with suppress(ConfigError):  # this PyTorch has no such kernel
         _, takes = varlen_kernel()
@@ -180,7 +181,7 @@ def inspect_attention(
     return AttentionInfo(
         device=device.type,
         dtype=autocast or dtype or model.dtype,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        capability=torch.cuda.get_device_capability(device) if on_gpu else None,
         varlen=takes is not None,
         varlen_windows="window_size" in (takes or ()),
         flash=installed_flash(),

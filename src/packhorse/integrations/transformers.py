@@ -24,12 +24,12 @@ from packhorse.families.models import (
     is_compiled,
     make_honour_shift_labels,
     models_in,
-    text_config,
     unwrap,
 )
 from packhorse.families.packing import accept_unproven, check_packable
 from packhorse.families.router_loss import (
     check_model_router_loss,
+    check_router_loss,
     check_z_loss,
     has_router_loss,
     install_router_loss,
@@ -382,8 +382,8 @@ class Prepared:
             it was measured.
         router_loss: whether the model adds the auxiliary loss of its router (``output_router_logits=True``),
             in which only tokens of documents count.
-        proven: whether a test or the tiny copy shows it for all that the class takes; False only with
-            ``allow_unproven=True``.
+        unproven: why no test and no measurement shows it for this model, with ``allow_unproven=True``; empty
+            if one does.
     """
 
     model: str
@@ -393,7 +393,12 @@ class Prepared:
     computes_loss: bool
     tested: bool
     router_loss: bool = False
-    proven: bool = True
+    unproven: str = ""
+
+    @property
+    def proven(self) -> bool:
+        """Whether a test, or the measurement, shows that packed rows are right for this model."""
+        return not self.unproven
 
     def __str__(self) -> str:
         parts = [f"{self.attn_implementation} attention"]
@@ -405,7 +410,9 @@ class Prepared:
             parts.append("only tokens of documents in the router's auxiliary loss")
         proof = "" if self.tested else " (measured on a tiny copy: packed equals unpacked)"
         if not self.proven:
-            proof = " (not proven that packed equals unpacked: packhorse parity measures it)"
+            proof = (
+                f" (not proven that packed equals unpacked: {self.unproven}; packhorse parity measures it)"
+            )
         return f"{self.model}: {'; '.join(parts)}{proof}"
 
 
@@ -469,10 +476,11 @@ def prepare(
     check_stateful(stateful)
     if not isinstance(model, torch.nn.Module):
         what = f"prepare changes the model itself, and model is a {type(model).__name__}"
-        raise ConfigError(f"{what}: pass what from_pretrained(…) returned", setting="model", value=model)
+        expected = "the model that AutoModelForImageTextToText.from_pretrained(…) returned"
+        raise ConfigError(f"{what}: pass {expected}", setting="model", value=model)
     inner = unwrap(model)
-    for part in (inner, text_config(inner.config)):
-        check_z_loss(part)
+    check_z_loss(inner)
+    check_router_loss(inner.config, True)
     packing = check_packable(model, measured=allow_unproven, trains=False)
     info = inspect_attention(inner, device, dtype, autocast)
     if packing.problems and attn_implementation in (None, "auto"):
@@ -497,7 +505,7 @@ def prepare(
         computes_loss=not honours_shift_labels(type(inner)),
         tested=packing.tested,
         router_loss=has_router_loss(inner.config),
-        proven=not packing.problems,
+        unproven="; ".join(packing.problems),
     )
     logger.info("%s", prepared)
     return prepared

@@ -134,7 +134,7 @@ class Loader:
         check_batches(config, opened)
         self._startup = start_up(config, opened, self._ranks, counts)
         self.dataset, self.processor, self.counts = opened.dataset, opened.processor, self._startup.counts
-        self.model_name = opened.model.name
+        self.model_name, self._model_proven = opened.model.name, opened.model.proven
         self.attn_implementation = attn_backend(config, opened.model) if config.mode == "pack" else None
         self._samples, self._planner = self._startup.samples, self._startup.planner
         self._templates = deepcopy(chat_templates(self.processor))  # a dict of them may be changed in place
@@ -185,7 +185,10 @@ class Loader:
     def __repr__(self) -> str:
         config, data = self.config, self.config.data
         name = repr(os.fspath(data)) if isinstance(data, str | os.PathLike) else type(data).__name__
-        model = {"unchecked": "unchecked", "none": None}.get(self.model_name, f"{self.model_name} (checked)")
+        checked = "checked" if self._model_proven else "not proven"
+        model = {"unchecked": "unchecked", "none": None}.get(
+            self.model_name, f"{self.model_name} ({checked})"
+        )
         return (
             f"Loader(data={name}, rows={len(self.dataset)}, mode={config.mode!r}, "
             f"pack_size={config.pack_size}, batch_size={config.batch_size}, "
@@ -520,8 +523,9 @@ class Loader:
         self._planner.check(plan)
         # Which samples are in no pack depends on their counts alone: record it once.
         if not self._recorded_dropped and (self.world.rank == 0 or self.config.shard_data):
-            self._planner.warn_of_overlong(plan)
-            self.ledger.record_all(self._planner.drops(plan))
+            drops = self._planner.drops(plan)
+            self._planner.warn_of_dropped(plan, drops)
+            self.ledger.record_all(drops)
         self._recorded_dropped = True
         if not len(plan):
             dropped = self._ledger_of_drops(plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
@@ -271,8 +272,13 @@ class Planner:
             detail, key = self._bad_detail(first), self.samples.key(first)
             raise BadSample(detail, reason=reason, key=key, stage="plan")
 
-    def warn_of_overlong(self, plan: PackPlan) -> None:
-        """Warn if samples are too long for a pack, with their number and the longest one."""
+    def warn_of_dropped(self, plan: PackPlan, drops: Sequence[Drop]) -> None:
+        """Warn of rows in no pack, with their number for each reason and the first or longest one."""
+        first = {drop.reason: drop for drop in reversed(drops)}
+        for reason, number in sorted(Counter(drop.reason for drop in drops).items()):
+            if reason != "too_long":
+                which = f"{number:,} of {len(self.counts):,} rows are in no pack"
+                logger.warning("%s: %s, first %s: %s", reason, which, first[reason].key, first[reason].detail)
         if longest := self._longest(plan):
             dropped = len(plan.dropped_by_reason()["too_long"])
             logger.warning("too_long: %s of %s; %s", f"{dropped:,}", f"{len(self.counts):,}", longest)

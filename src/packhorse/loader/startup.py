@@ -94,6 +94,7 @@ class ModelInfo:
         loaded: whether the model itself is known; a config does not determine the attention that runs.
         no_boundaries: why attention that takes boundaries of documents would be wrong; empty if it is right.
         counts_documents: whether the model takes the tokens that count in its router's auxiliary loss.
+        proven: whether a test or a measurement shows that packed rows are right for the model.
     """
 
     get_rope_index: RopeIndex | None = None
@@ -105,6 +106,7 @@ class ModelInfo:
     loaded: bool = False
     no_boundaries: str = ""
     counts_documents: bool = False
+    proven: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +287,7 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
         loaded=inner is not None,
         no_boundaries=packing.no_boundaries,
         counts_documents=takes_router_mask(inner),
+        proven=not packing.problems,
     )
 
 

@@ -316,6 +316,7 @@ def check_parity(
         batch = _pack_batch(model, encoded, bins, pad, rope, attn_implementation, collate)
         use_attention(model, _REFERENCE)
         alone, expected = _run_unpacked(model, processor, encoded, gradients)
+        _check_finite(alone, names)
         noise = None
         if tolerance is None or gradient_tolerance is None:
             noise = _measure_noise(model, processor, encoded, alone, expected)
@@ -339,6 +340,14 @@ def check_parity(
         labels = [sample.labels for sample in alone]
         causes = likely_causes(packed, labels, encoded, rope_index(model), report.tolerance)
     return replace(report, causes=causes)
+
+
+def _check_finite(alone: Sequence[_Alone], names: Sequence[str]) -> None:
+    """Raise if the loss of a sample alone is no number, so that nothing can be compared."""
+    for sample, name in zip(alone, names, strict=True):
+        if not bool(sample.losses.isfinite().all()):
+            what = f"the loss of sample {name} alone is nan or infinite, so nothing can be compared"
+            raise ConfigError(f"{what}: are all weights of the model loaded?", setting="model")
 
 
 class _Alone(NamedTuple):

@@ -59,6 +59,11 @@ def test_what_is_not_a_model_is_rejected_with_what_to_pass() -> None:
     assert prepare(copy.deepcopy(tiny_model("qwen2_vl")), None) == "sdpa"
 
 
+def test_a_model_is_prepared_for_a_gpu_where_there_is_none() -> None:
+    model = copy.deepcopy(tiny_model("qwen2_vl"))
+    assert prepare_for_any(model, "sdpa", device="cuda").attn_implementation == "sdpa"
+
+
 def test_only_the_decoder_changes() -> None:
     model = tiny_model("qwen2_5_vl", seed=5)
     before = model.config.vision_config._attn_implementation

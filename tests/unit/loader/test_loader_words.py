@@ -91,6 +91,8 @@ def test_a_row_that_is_too_long_is_logged_once_with_its_length(
         )
         loader.set_epoch(1)
     assert caplog.text.count("too_long: 1 of 10") == 1
+    bad = next(drop for drop in loader.ledger if drop.stage == "plan" and drop.reason != "too_long")
+    assert caplog.text.count(f"{bad.reason}: 1 of 10 rows are in no pack, first {bad.key}: ") == 1
     caplog.clear()
     with caplog.at_level(logging.WARNING), pytest.raises(TooManyBad) as caught:
         packhorse.load(meta, processor("qwen2_vl"), model="unchecked", pack_size=200, max_bad_share=0.0)

@@ -155,6 +155,11 @@ WRONG: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
         lambda folder: folder / "meta.json",
         ("meta.json: no such file or directory", "a meta file"),
     ),
+    "the report of prepare": (
+        "model",
+        lambda folder: packhorse.prepare(copy.deepcopy(tiny_model("qwen2_vl"))),
+        ("the report of packhorse.prepare", "pass the model"),
+    ),
     "no data": ("data", lambda folder: None, ("data is a NoneType", 'data="train.jsonl"')),
     "a generator": ("data", lambda folder: iter(texts(2)), ("with len() and [index]", 'data="train.jsonl"')),
 }
