@@ -183,8 +183,7 @@ def check_compiled(name: str, backend: str, parity: Any) -> None:
     [
         "qwen3_next",
         "lfm2",
-        "falcon_mamba",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bamba", "jamba")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bamba", "falcon_mamba", "jamba")),
     ],
 )
 def test_a_compiled_model_trains_on_packs_of_any_lengths_and_on_other_batches(name: str, parity: Any) -> None:

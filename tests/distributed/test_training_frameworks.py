@@ -20,6 +20,8 @@ from distributed.training_runs import (
 
 make_torchvision_importable()
 
+pytestmark = pytest.mark.system
+
 FRAMEWORKS = ("trainer", "accelerate", "lightning")
 EPOCH = 5  # steps, with two micro-batches each
 # Where the last checkpoint is: in the middle of an epoch, at its end.

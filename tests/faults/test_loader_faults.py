@@ -32,6 +32,8 @@ from packhorse.ledger import Ledger
 from packhorse.loader import TooManyBad
 from raising import raises_bad_sample
 
+pytestmark = pytest.mark.system
+
 ROWS = 60
 EVERYTHING = list(range(ROWS))
 

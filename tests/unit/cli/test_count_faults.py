@@ -46,6 +46,7 @@ def parts(folder: Path) -> list[Path]:
     return list(folder.glob("*.parts/*.arrow"))
 
 
+@pytest.mark.system
 def test_a_killed_count_goes_on_where_it_stopped_and_ends_with_the_same_bytes(
     tmp_path: Path, saved: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,6 +198,7 @@ def test_a_script_without_a_guard_gets_a_helpful_error(tmp_path: Path) -> None:
     assert 'needs `if __name__ == "__main__":`' in done.stderr
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_workers_end_with_the_process_that_started_them(
