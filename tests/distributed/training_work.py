@@ -181,8 +181,7 @@ def main(folder: Path, ports: Iterator[str]) -> None:
     plain_loop_with_eager(folder / "eager", rank, meet)
     meet()
     trainer(folder / "trainer", rank)
-    run_example("train_accelerate", folder / "accelerate")  # has the Trainer's process group
-    dist.destroy_process_group()
+    run_example("train_accelerate", folder / "accelerate")  # ends the Trainer's process group
     meet()
     run_example("train_lightning", folder / "lightning")
 
