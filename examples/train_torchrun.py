@@ -9,6 +9,7 @@ The defaults of ``--model`` and ``--data`` are the files of ``make demo``. Runs 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         train(options, device)
     finally:
+        gc.collect()  # the model ends before its process group, or with gloo the process may abort at its end
         dist.destroy_process_group()
 
 
