@@ -310,7 +310,7 @@ def test_a_checkpoint_with_code_of_its_own_has_to_be_passed_as_a_model(tmp_path:
 def test_an_adapter_that_begins_at_a_token_of_the_row_is_rejected() -> None:
     import peft
 
-    settings = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+    settings: dict[str, Any] = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
     adapted = peft.get_peft_model(decoder("llama"), peft.LoraConfig(**settings, alora_invocation_tokens=[5]))
     with raises_config("model", match="aLoRA is active from its invocation tokens to the end of the row"):
         packhorse.prepare(adapted, "sdpa", device="cpu")
