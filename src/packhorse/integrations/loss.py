@@ -316,7 +316,7 @@ def evaluate(model: torch.nn.Module, loader: Loader, group: dist.ProcessGroup | 
     device = next(model.parameters()).device
     totals = torch.zeros(4, dtype=torch.float64)  # cross entropy, weights, tokens, loss of the router
     with evaluation_mode(model):
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(loader.compact_batches()):
             moved = to_device(batch, device)
             inputs = model_inputs(moved, None if number else model)  # checking one batch is enough
             weights = loss_weights_of(batch)

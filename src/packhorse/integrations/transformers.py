@@ -196,7 +196,7 @@ class TrainFromLoader:
         """Move inputs; the Trainer alone would not move block masks nor keep ``info``."""
         moved = to_device(inputs, self.args.device)  # type: ignore[attr-defined]
         prepared = super()._prepare_inputs(moved)  # type: ignore[misc]
-        return Batch(prepared, inputs.info) if isinstance(inputs, Batch) else prepared
+        return Batch(prepared, moved.info) if isinstance(moved, Batch) else prepared
 
     def compute_loss(
         self,

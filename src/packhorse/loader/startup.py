@@ -10,11 +10,12 @@ millisecond per row).
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from logging import getLogger
 from os import PathLike
 from typing import Any
 
@@ -35,6 +36,7 @@ from packhorse.encode.robust import dataset_key
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError, data_errors
 from packhorse.families import Encoder
+from packhorse.families.compact import find_compact
 from packhorse.families.models import (
     EXPECTED,
     UNCHECKED,
@@ -59,7 +61,7 @@ from packhorse.formats.meta import (
     row_format,
 )
 from packhorse.ledger import Ledger
-from packhorse.loader.config import LoaderConfig
+from packhorse.loader.config import LoaderConfig, Pixels
 from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.planner import Planner
 from packhorse.media.source import is_address
@@ -68,7 +70,7 @@ from packhorse.types import MEDIA_KINDS, Conversation, MediaMask, Rows, Task, Wo
 from packhorse.utils.pool import Engine, LocalEngine
 from packhorse.utils.progress import Progress
 
-logger = getLogger("packhorse.loader")
+logger = logging.getLogger("packhorse.loader")
 
 _MAX_ROWS_WITHOUT_PROCESSES = 20_000  # starting processes takes some seconds
 _BLOCK = 256
@@ -218,6 +220,25 @@ def encoding_dataset(config: LoaderConfig, opened: OpenedData, capacity: int) ->
         seed=config.seed,
         ledger=opened.ledger,
     )
+
+
+def compact_samples(
+    samples: PreTokenizedDatasetWrapper, media_mask: MediaMask, pixels: Pixels
+) -> PreTokenizedDatasetWrapper:
+    """Return a dataset whose pixels are bytes, for the media that rows have and where that is right.
+
+    Logs for which media it is not; as a warning if ``pixels`` is ``"compact"``.
+    """
+    kinds = [kind for kind in media_mask.kinds if kind != "audio"]
+    if not kinds:
+        return samples
+    compact = find_compact(samples.encoder, kinds)
+    level = logging.WARNING if pixels == "compact" else logging.INFO
+    for kind, problem in compact.problems.items():
+        logger.log(level, "pixels of %ss are sent as the processor returns them: %s", kind, problem)
+    changed = copy(samples)
+    changed.encoder = Encoder(samples.processor, samples.family, compact if compact.formats else None)
+    return changed
 
 
 def _media_of_samples(
