@@ -36,7 +36,14 @@ from packhorse.families.router_loss import (
     takes_router_mask,
 )
 from packhorse.families.stateful import BOUNDARIES, PER_DOCUMENT, check_mode, install, layers_of
-from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
+from packhorse.families.vision import ONE_CALL
+from packhorse.integrations.attention import (
+    check_vision,
+    choose_attention,
+    inspect_attention,
+    use_attention,
+    use_vision,
+)
 from packhorse.integrations.loss import (
     batch_loss,
     check_plain_answers,
@@ -384,6 +391,9 @@ class Prepared:
             in which only tokens of documents count.
         unproven: why no test and no measurement shows it for this model, with ``allow_unproven=True``; empty
             if one does.
+        vision: ``"one_call"`` if the attention of the vision tower runs once for all images, ``"per_item"``
+            if once for each image; empty for models without a tower that could do either.
+        vision_problem: why it runs once for each image on a GPU with ``vision="auto"``.
     """
 
     model: str
@@ -394,6 +404,8 @@ class Prepared:
     tested: bool
     router_loss: bool = False
     unproven: str = ""
+    vision: str = ""
+    vision_problem: str = ""
 
     @property
     def proven(self) -> bool:
@@ -404,6 +416,10 @@ class Prepared:
         parts = [f"{self.attn_implementation} attention"]
         for name, count in self.stateful_layers.items():
             parts.append(describe_layers(name, count, BOUNDARIES if name in self.kernels else PER_DOCUMENT))
+        if self.vision:
+            images = "for all images" if self.vision == ONE_CALL else "per image"
+            why = f" ({self.vision_problem})" if self.vision_problem else ""
+            parts.append(f"one attention call {images} in the vision tower{why}")
         if self.computes_loss:
             parts.append("the loss computed from shift_labels by hooks")
         if self.router_loss:
@@ -437,16 +453,18 @@ def prepare(
     autocast: torch.dtype | None = None,
     longest: int | None = None,
     stateful: str = "auto",
+    vision: str = "auto",
     allow_unproven: bool = False,
 ) -> Prepared:
     """Make a model of transformers ready for packed training.
 
-    Sets the decoder's attention (not the vision tower's) and ``use_cache=False``: with a cache, transformers
-    takes each row for one document. Layers that carry state (linear attention, state spaces, short
-    convolutions) get their inputs document by document. If the installed transformers would shift the labels
-    of a batch again, the model gets hooks that compute its loss from ``shift_labels``. A mixture of experts
-    gets a forward pass in which only tokens of documents count in the auxiliary loss of its router
-    (``output_router_logits=True``). Weights do not change.
+    Sets the decoder's attention and ``use_cache=False``: with a cache, transformers takes each row for one
+    document. On a GPU the attention of a vision tower runs once for all images, instead of once for each.
+    Layers that carry state (linear attention, state spaces, short convolutions) get their inputs document by
+    document. If the installed transformers would shift the labels of a batch again, the model gets hooks that
+    compute its loss from ``shift_labels``. A mixture of experts gets a forward pass in which only tokens of
+    documents count in the auxiliary loss of its router (``output_router_logits=True``). Weights do not
+    change.
 
     Args:
         model: the model, before or after it is moved to its device; also inside PEFT, DDP, FSDP or
@@ -463,6 +481,10 @@ def prepare(
             of documents of similar length; ``"boundaries"`` calls them once, if packages with kernels that
             take boundaries are installed (flash-linear-attention, causal-conv1d, mamba-ssm); ``"auto"`` is
             ``"boundaries"`` on a GPU.
+        vision: how often a layer of the vision tower calls its attention: ``"one_call"`` once for all images
+            of a batch, with PyTorch's varlen kernel (or the decoder's flash attention); ``"per_item"`` once
+            for each image, with sdpa, as transformers does; ``"auto"`` is ``"one_call"`` on a GPU, where the
+            kernel is right for the tower. Towers that run padded in one call do not change.
         allow_unproven: also prepare a model whose only problem is that nothing proves packed rows right for
             it (a class that takes images and has no test, say). Run ``packhorse parity`` first. Loaders,
             trainers and :func:`packhorse.model_inputs` then accept this very model.
@@ -474,6 +496,7 @@ def prepare(
         ConfigError: the backend would be wrong for this model, or the model cannot be trained on packs.
     """
     check_stateful(stateful)
+    check_vision(vision)
     if not isinstance(model, torch.nn.Module):
         what = f"prepare changes the model itself, and model is a {type(model).__name__}"
         expected = "the model that AutoModelForImageTextToText.from_pretrained(…) returned"
@@ -487,13 +510,14 @@ def prepare(
         info = replace(info, no_boundaries=info.no_boundaries or "nothing proves that this model uses them")
     backend = choose_attention(info, attn_implementation or "auto", longest)
     check_mode(layers_of(inner, packing.layers), stateful)
+    towers, problem = use_vision(inner, vision, info, backend, autocast or dtype)
     use_attention(inner, backend)
     for config in (inner.config, inner.config.get_text_config()):
         config.use_cache = False
     make_honour_shift_labels(inner)
     install_router_loss(inner)
     layers = install(inner, packing.layers, stateful, info.device)
-    if (layers or takes_router_mask(inner)) and is_compiled(model):
+    if (layers or towers == ONE_CALL or takes_router_mask(inner)) and is_compiled(model):
         torch.compiler.reset()  # code compiled before has no hooks
     if packing.problems:
         accept_unproven(inner)
@@ -506,6 +530,8 @@ def prepare(
         tested=packing.tested,
         router_loss=has_router_loss(inner.config),
         unproven="; ".join(packing.problems),
+        vision=towers,
+        vision_problem=problem,
     )
     logger.info("%s", prepared)
     return prepared

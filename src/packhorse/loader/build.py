@@ -155,6 +155,8 @@ class BatchBuilder:
             batch, pixels = {**batch, **expand_tensors(batch, pixels)}, {}
         if microbatches is not None:
             batch = dict(prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), microbatches))
+        elif self.model.vision is not None:
+            batch |= self.model.vision.of_batch(batch)
         info = self._describe(item, self.in_order(rows), batch, time.perf_counter() - started)
         info = replace(info, pixels=pixels)
         inputs = loss_inputs(batch)

@@ -50,6 +50,7 @@ from packhorse.families.models import (
 from packhorse.families.packing import Packing, boundaries_error, check_decoder, check_packable
 from packhorse.families.qwen_vl import RopeIndex, rope_index
 from packhorse.families.router_loss import check_router_loss, has_router_loss, takes_router_mask
+from packhorse.families.vision import VisionIndices, indices_of_model
 from packhorse.formats.conversation import parse_conversation, parse_documents
 from packhorse.formats.in_memory import ConvertedRows, open_examples
 from packhorse.formats.meta import (
@@ -97,6 +98,7 @@ class ModelInfo:
         no_boundaries: why attention that takes boundaries of documents would be wrong; empty if it is right.
         counts_documents: whether the model takes the tokens that count in its router's auxiliary loss.
         proven: whether a test or a measurement shows that packed rows are right for the model.
+        vision: computes the indices of its vision tower that batches hold; None if they hold none.
     """
 
     get_rope_index: RopeIndex | None = None
@@ -109,6 +111,7 @@ class ModelInfo:
     no_boundaries: str = ""
     counts_documents: bool = False
     proven: bool = True
+    vision: VisionIndices | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +312,7 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
         no_boundaries=packing.no_boundaries,
         counts_documents=takes_router_mask(inner),
         proven=not packing.problems,
+        vision=None if inner is None else indices_of_model(inner),
     )
 
 
