@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from packhorse.families import vision
 from packhorse.families.vision import VisionIndices, find_towers
 from packhorse.types import Batch
 
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "batch.md"
 NAMES = tuple(
     name
     for name in (
@@ -140,12 +143,13 @@ def test_one_call_for_all_images_gives_what_one_call_per_image_gives(
     expected, eager = (in_per_item_calls(name, batch, attention) for attention in ("sdpa", "eager"))
     found = run(model, batch)
     from_grids = run(model, without_indices(batch))
+    image_by_image = run(prepare_model(name, "per_item"), batch)  # with the indices of the batch
     with wrong_boundaries(monkeypatch):
         wrong = run(model, batch)
     for what, index, measure in (("logits", 0, largest_difference), ("gradients", 1, relative_difference)):
         floor = noise_floor(expected[index], eager[index], measure=measure)
         control = measure(wrong[index], expected[index])
-        for result in (found, from_grids):
+        for result in (found, from_grids, image_by_image):
             # The patches of a placeholder image are all the same, whichever attend to each other.
             exact = case != "text"
             parity.check(what, measure(result[index], expected[index]), floor, control, exact=exact)
@@ -308,6 +312,29 @@ def test_batches_for_other_models_hold_no_indices() -> None:
     given: dict[str, Any] = {"family": "qwen3_vl", "pack_size": 512}
     for model in (prepare_model("qwen3_vl", "per_item"), prepare_model("qwen3_vl", "one_call").config):
         assert not any(map(is_index, next(iter(load(rows_of("images"), model=model, **given)))))
+
+
+def test_the_page_of_the_batch_lists_the_indices_with_their_shapes() -> None:
+    text = PAGE.read_text("utf-8").partition("### Indices for the vision tower")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    documented: dict[str, str] = {}
+    for keys, shapes, _ in rows:
+        names = re.findall(r"`(\w+)`", keys)
+        each = re.findall(r"\[[^]]*\]|a number", shapes)
+        documented |= dict(zip(names, each * (len(names) // len(each)), strict=True))
+    found = set()
+    for name in NAMES:
+        batch = batch_of(name, "images")
+        windows = len(batch.get("image_cu_window_seqlens", [0])) - 1
+        sizes = {"P": len(batch["pixel_values"]), "I": len(batch["image_grid_thw"]), "W": windows}
+        for key in filter(is_index, batch):
+            found.add(key)
+            if isinstance(batch[key], int):
+                assert documented[key] == "a number"
+            else:
+                shape = [int(eval(part, sizes)) for part in documented[key].strip("[]").split(", ")]
+                assert list(batch[key].shape) == shape, key
+    assert found == documented.keys()
 
 
 def test_padded_batches_hold_indices_too() -> None:
