@@ -705,8 +705,12 @@ def to_device(value: Any, device: Any, non_blocking: bool | None = None) -> Any:
 
 def expand_tensors(batch: Mapping[str, Any], formats: Mapping[str, PixelFormat]) -> dict[str, torch.Tensor]:
     """Return the tensors of a batch whose pixels are bytes, as the processor returns them."""
-    masks = {key: None if one.mask is None else batch[one.mask] for key, one in formats.items()}
-    return {key: one.expand(batch[key], masks[key]) for key, one in formats.items()}
+    import torch
+
+    # A tensor that was removed, or replaced by one of floats, has no bytes.
+    left = {key: one for key, one in formats.items() if key in batch and batch[key].dtype == torch.uint8}
+    masks = {key: None if one.mask is None else batch[one.mask] for key, one in left.items()}
+    return {key: one.expand(batch[key], masks[key]) for key, one in left.items()}
 
 
 def expand_pixels(batch: Batch) -> Batch:

@@ -75,6 +75,8 @@ def conversations(name: str) -> list[Conversation]:
     if "image" in FAMILIES[name].modalities:
         images = [MediaRef("image", photograph(number)) for number in range(2 * len(MODES))]
         found += [about(image) for image in images[::2]] + [about(*images[1:3])]
+        if name.startswith("qwen"):  # with a setting of its own
+            found.append(about(replace(images[0], options={"max_pixels": 20_000}), images[7]))
     if "video" in FAMILIES[name].modalities:
         for frames, width, height in ((4, 64, 48), (6, 97, 61)):
             pixels, metadata = clip(frames, width, height)
@@ -205,6 +207,15 @@ def test_batches_with_bytes_become_those_of_the_processor(tmp_path: Path, name: 
         assert torch.equal(inputs["pixel_values"], expected["pixel_values"])
     assert compact.epoch_stats is not None
     assert compact.epoch_stats.delivered == 6
+
+
+def test_pixels_that_were_replaced_or_removed_are_not_expanded(tmp_path: Path) -> None:
+    batch = next(iter(load(write_rows(tmp_path), "gemma3", pixels="compact")))
+    floats = torch.ones(batch["pixel_values"].shape)
+    assert to_device(batch | {"pixel_values": floats}, "cpu")["pixel_values"].equal(floats)
+    removed = batch.copy()
+    del removed["pixel_values"]
+    assert "pixel_values" not in to_device(removed, "cpu")
 
 
 def test_workers_send_bytes_and_the_same_batches(tmp_path: Path) -> None:
