@@ -64,7 +64,7 @@ def find_towers(model: torch.nn.Module) -> list[PreTrainedModel]:
 def attention_of_tower(tower: PreTrainedModel) -> str:
     """Return the attention that a vision tower runs."""
     # transformers has no public way to read the attention implementation.
-    return str(attention_layers(tower)[0].config._attn_implementation or "sdpa")
+    return str(next(attention_layers(tower)).config._attn_implementation or "sdpa")
 
 
 def runs_in_one_call(tower: PreTrainedModel) -> bool:
@@ -74,7 +74,7 @@ def runs_in_one_call(tower: PreTrainedModel) -> bool:
 
 def head_width(tower: PreTrainedModel) -> int:
     """Return the width of the attention heads of a tower."""
-    return int(attention_layers(tower)[0].head_dim)
+    return int(next(attention_layers(tower)).head_dim)
 
 
 def attend_in_one_call(tower: PreTrainedModel, attention: str = FLASH_VARLEN) -> None:
@@ -104,10 +104,10 @@ def set_tower_attention(tower: PreTrainedModel, attention: str) -> None:
         layer.config = config
 
 
-def attention_layers(tower: PreTrainedModel) -> list[Any]:
-    """Return the attention layers of a tower: in transformers they have an attribute ``is_causal``."""
+def attention_layers(tower: PreTrainedModel) -> Iterator[Any]:
+    """Yield the attention layers of a tower: in transformers they have an attribute ``is_causal``."""
     # hasattr would also find wrappers, which show the attributes of what they wrap.
-    return [module for module in tower.modules() if "is_causal" in vars(module)]
+    yield from (module for module in tower.modules() if "is_causal" in vars(module))
 
 
 def segment_attention(
@@ -172,13 +172,14 @@ class VisionIndices:
         if not _takes_indices():
             return None
         name = class_of(tower).__name__
+        kimi = name == _KIMI
         window = (module.window_size, module.patch_size) if hasattr(module, "window_size") else None
-        owner: Any = next((part for part in module.modules() if hasattr(part, "interpolation_mode")), None)
+        owner = module.patch_embed.pos_emb if kimi else module
         table = None
-        if owner is not None:
+        if hasattr(owner, "interpolation_mode"):
             corners = owner.interpolation_align_corners
             table = (owner.num_grid_per_side, owner.interpolation_mode, corners)
-        merge = module.merge_kernel_size if name == _KIMI else 2 * (module.spatial_merge_size,)
+        merge = module.merge_kernel_size if kimi else 2 * (module.spatial_merge_size,)
         return cls(name, tuple(merge), window, table)
 
     @property
