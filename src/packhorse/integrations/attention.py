@@ -120,6 +120,7 @@ _FLASH_PACKAGES = dict(zip(FLASH, ("flash-attn", "flash-attn-3", "flash-attn-4")
 # transformers passes attention sinks to these alone; to others it does not, silently.
 _FLASH_WITH_SINKS = ("flash_attention_4", "flash-attn4", "vllm-flash-attn3", "aiter-flash-attn")
 _WIDEST_HEAD = 256  # of the kernels of flash attention, which varlen uses too
+_HEAD_STEP = 8  # of kernels that do not pad; the decoders of models have such heads
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
@@ -404,6 +405,9 @@ def _tower_problems(
         varlen=info.varlen,
         flash=info.flash,
         kernels=info.kernels,
-        head=head_width(tower),
+        head=(width := head_width(tower)),
     )
-    return unsupported_features(towers_info, "varlen" if attention == FLASH_VARLEN else attention)
+    problems = unsupported_features(towers_info, "varlen" if attention == FLASH_VARLEN else attention)
+    if attention == FLASH_VARLEN and info.device == "cuda" and width % _HEAD_STEP:
+        problems += (f"its heads have a multiple of {_HEAD_STEP} dimensions, the tower's {width}",)
+    return problems

@@ -86,11 +86,15 @@ def test_where_the_kernel_does_not_run_auto_says_why_and_one_call_is_rejected(
     assert choose(info, "per_item") == ("per_item", "", "sdpa")
 
 
-def test_heads_that_are_too_wide_for_the_kernel_are_rejected() -> None:
+@pytest.mark.parametrize(
+    ("width", "why"),
+    [(320, "256 dimensions, the model's 320"), (36, "multiple of 8 dimensions")],
+)
+def test_heads_of_another_width_than_the_kernel_takes_are_rejected(width: int, why: str) -> None:
     model = model_of().bfloat16()
     for layer in vision.attention_layers(tower_of(model)):
-        layer.head_dim = 320
-    with raises_config("vision", "one_call", match="256 dimensions, the model's 320"):
+        layer.head_dim = width
+    with raises_config("vision", "one_call", match=why):
         use_vision(model, "one_call", GPU, "varlen")
     assert not runs_in_one_call(tower_of(model))
 
@@ -254,6 +258,24 @@ def test_checkpointed_layers_see_the_same_boundaries_again(
     one_segment(monkeypatch)
     _, wrong = run(one_call(model_of()).train())
     check_gradients(found, expected, wrong, parity)
+
+
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "weights"])
+def test_bfloat16_gives_the_same_up_to_rounding(
+    autocast: bool, parity: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def logits_of(model: Any) -> torch.Tensor:
+        model = model if autocast else model.bfloat16()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(**inputs()).logits
+
+    eager = model_of()
+    vision.set_tower_attention(tower_of(eager), "eager")
+    expected, other, found = (logits_of(model) for model in (model_of(), eager, one_call(model_of())))
+    one_segment(monkeypatch)
+    control = largest_difference(logits_of(one_call(model_of())), expected)
+    floor = noise_floor(expected, other)
+    parity.check("logits", largest_difference(found, expected), floor, control, exact=False)
 
 
 def check_gradients(found: Any, expected: Any, wrong: Any, parity: Any) -> None:
