@@ -81,7 +81,8 @@ def document_log_probs(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     :func:`~packhorse.integrations.loss.token_log_probs`.
 
     Args:
-        logits: [B, S, vocabulary], of ``model(**model_inputs(batch))``.
+        logits: of ``model(**model_inputs(batch, model))``: [B, S, vocabulary], or what
+            :func:`~packhorse.integrations.loss.token_log_probs` takes of a model that computes less.
         batch: of a loader.
     """
     info, labels = info_of(batch), labels_of(batch)

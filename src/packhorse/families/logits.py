@@ -1,0 +1,226 @@
+"""Which logits a model computes, and the log-probabilities of labels.
+
+A step of training reads the logits of supervised tokens only. ``packhorse.prepare`` decides with
+:mod:`.probe` whether a model computes no others (``logits_to_keep`` of transformers), or log-probabilities
+without keeping any logits (:func:`install_chunks`); :func:`logits_inputs` makes it do so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from packhorse.chat import IGNORE_INDEX
+from packhorse.errors import ConfigError
+from packhorse.families.models import resolve_model, unwrap
+
+LogitsMode = Literal["all", "supervised", "chunked"]
+CHUNK_LABELS = "chunk_labels"
+"""Name of the input with the labels [B, S] of a model that computes log-probabilities in chunks."""
+
+CHUNK_TOKENS = 1024
+"""Tokens of a chunk: 0.6 GB of logits in float32 with a vocabulary of 150,000."""
+
+_CHOICE = "_packhorse_logits"
+_CHUNKS = "_packhorse_chunks"
+_ONE_ROW, _ROWS = 1, 2  # axes of logits_to_keep: positions in the row, or a mask of several rows
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsChoice:
+    """Which logits a model computes for the inputs of a batch.
+
+    Attributes:
+        mode: ``"all"``, those of ``"supervised"`` tokens, or none but log-probabilities (``"chunked"``).
+        several_rows: whether that also holds for batches of several rows.
+    """
+
+    mode: LogitsMode = "all"
+    several_rows: bool = True
+
+
+def logits_of(model: object) -> LogitsChoice:
+    """Return which logits a model computes: all of them if it is not prepared."""
+    try:
+        inner = resolve_model(model)[0]
+    except ConfigError:  # a module of the user, with a model somewhere inside
+        return LogitsChoice()
+    choice: LogitsChoice = getattr(inner, _CHOICE, LogitsChoice())
+    return choice
+
+
+def set_logits(model: object, choice: LogitsChoice) -> None:
+    """Let :func:`logits_inputs` ask a model for these logits."""
+    inner = unwrap(model)
+    if choice.mode == "chunked":
+        install_chunks(inner)
+    setattr(inner, _CHOICE, choice)
+
+
+def logits_inputs(choice: LogitsChoice, labels: torch.Tensor, supervised: int) -> dict[str, Any]:
+    """Return the inputs with which a model computes the chosen logits.
+
+    Args:
+        choice: of the model.
+        labels: [B, S], already shifted.
+        supervised: labels that are not -100, as known on the CPU: a GPU is not waited for.
+    """
+    if choice.mode == "all" or (len(labels) > 1 and not choice.several_rows):
+        return {}
+    # At least one token: its logits, which have no label, connect the loss of 0 with every parameter. Without
+    # gradients of some, DDP and FSDP would wait for them.
+    if len(labels) == 1:
+        inputs = {"logits_to_keep": supervised_positions(labels, max(supervised, 1))}
+    else:
+        # transformers indexes with the mask, which waits for a GPU to know the number of tokens.
+        mask = labels != IGNORE_INDEX
+        if not supervised:
+            mask[0, 0] = True
+        inputs = {"logits_to_keep": mask}
+    return inputs | ({CHUNK_LABELS: labels} if choice.mode == "chunked" else {})
+
+
+def supervised_positions(labels: torch.Tensor, number: int) -> torch.Tensor:
+    """Return the positions of the first ``number`` supervised tokens, row after row; then those of others.
+
+    Unlike ``torch.nonzero``, sorting does not wait for a GPU to know how many there are.
+    """
+    unsupervised = (labels.flatten() == IGNORE_INDEX).to(torch.uint8)
+    return unsupervised.argsort(stable=True)[:number]
+
+
+class TokenLogProbs(torch.autograd.Function):
+    """Log-probabilities of targets [N]; 0 for a target of -100. Saves the logits and a number per target.
+
+    Computed in float32 (at least), about a thousand tokens at a time. Nothing waits for a GPU.
+
+    Args:
+        logits: […, vocabulary].
+        rows: the rows of the logits that the targets belong to [N]; None if these are all rows.
+        targets: token ids [N].
+    """
+
+    @staticmethod
+    def forward(
+        context: Any, logits: torch.Tensor, rows: torch.Tensor | None, targets: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the log-probabilities."""
+        flat = logits.reshape(-1, logits.shape[-1])
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        log_probs, norms = (logits.new_empty(len(targets), dtype=exact) for _ in range(2))
+        tokens = targets.clamp(min=0)
+        for part in _chunks(targets):
+            scores = flat[part if rows is None else rows[part]].to(exact)
+            norms[part] = scores.logsumexp(-1)
+            torch.sub(scores.gather(-1, tokens[part, None])[:, 0], norms[part], out=log_probs[part])
+        context.save_for_backward(logits, rows, targets, norms)
+        return log_probs.masked_fill_(targets == IGNORE_INDEX, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Return the gradient of the logits."""
+        logits, rows, targets, norms = context.saved_tensors
+        flat = logits.reshape(-1, logits.shape[-1])
+        # Rows that are not picked have no gradient.
+        gradient = torch.empty_like(flat) if rows is None else torch.zeros_like(flat)
+        tokens, ignored = targets.clamp(min=0), targets == IGNORE_INDEX
+        for part in _chunks(targets):
+            scores = flat[part if rows is None else rows[part]]
+            shares = scores.to(norms.dtype, copy=rows is None)  # rows that were picked are a copy
+            shares = shares.sub_(norms[part, None]).exp_()
+            shares.scatter_add_(-1, tokens[part, None], shares.new_full((len(shares), 1), -1.0))
+            # Filled, not multiplied by 0: logits of tokens without a label may be infinite.
+            shares.mul_(-outer[part, None]).masked_fill_(ignored[part, None], 0)
+            gradient[part if rows is None else rows[part]] = shares.to(gradient.dtype)
+        return gradient.view(logits.shape), None, None
+
+
+def _chunks(targets: torch.Tensor) -> list[slice]:
+    return [slice(start, start + CHUNK_TOKENS) for start in range(0, len(targets), CHUNK_TOKENS)]
+
+
+# --- log-probabilities without logits ----------------------------------------------------------------------
+
+
+def install_chunks(model: Any) -> None:
+    """Let a model with the input :data:`CHUNK_LABELS` return log-probabilities [N] in the place of logits.
+
+    Its head then runs for a chunk of tokens at a time, and again in the backward pass, so neither all logits
+    nor their gradient exist. That happens within the forward pass, so wrappers see every use of the head's
+    weights: adapters, DDP, sharded parameters. Other calls of the model compute logits as before.
+
+    Raises:
+        ConfigError: the model has no head.
+    """
+    if hasattr(model, _CHUNKS):
+        return
+    path = find_head(model)
+    if not path:
+        what = f"{type(model).__name__} has no output embeddings, which could run in chunks"
+        raise ConfigError(what, setting="logits", value="chunked")
+    chunks = _Chunks(path)
+    setattr(model, _CHUNKS, chunks)
+    model.register_forward_pre_hook(chunks.replace_head, with_kwargs=True)
+    model.register_forward_hook(chunks.restore_head, always_call=True)
+
+
+def find_head(model: Any) -> str:
+    """Return the path of the module that computes logits; empty if there is none."""
+    heads = (getattr(module, "get_output_embeddings", lambda: None)() for module in model.modules())
+    head = next((head for head in heads if head is not None), None)
+    return next((name for name, module in model.named_modules() if module is head), "")
+
+
+class _Chunks:
+    """Replaces the head of a model during a forward pass. An adapter may have wrapped it since."""
+
+    def __init__(self, path: str) -> None:
+        self._parent, _, self._name = path.rpartition(".")
+        self._head: Any = None
+
+    def replace_head(
+        self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Replace the head if the inputs have labels."""
+        if CHUNK_LABELS not in options:
+            return None
+        parent = model.get_submodule(self._parent)
+        self._head = getattr(parent, self._name)
+        setattr(parent, self._name, _ChunkedHead(self._head, options[CHUNK_LABELS]))
+        return arguments, {key: value for key, value in options.items() if key != CHUNK_LABELS}
+
+    def restore_head(self, model: Any, arguments: Any, output: Any) -> None:
+        """Put the head back, also after an error."""
+        if self._head is not None:
+            setattr(model.get_submodule(self._parent), self._name, self._head)
+            self._head = None
+
+
+class _ChunkedHead(torch.nn.Module):
+    """Log-probabilities of labels [N], computed by a head from hidden states chunk by chunk."""
+
+    def __init__(self, head: torch.nn.Module, labels: torch.Tensor) -> None:
+        super().__init__()
+        self.head, self.labels = head, labels
+
+    @property
+    def weight(self) -> Any:
+        """The weight of the head, whose dtype some models read."""
+        return self.head.weight
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of chunks differs by batch
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        labels = self.labels.to(flat.device)
+        targets = labels.flatten()[supervised_positions(labels, len(flat))]
+        parts = zip(torch.split(flat, CHUNK_TOKENS), torch.split(targets, CHUNK_TOKENS), strict=True)
+        return torch.cat([checkpoint(self._log_probs, *part, use_reentrant=False) for part in parts])
+
+    def _log_probs(self, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        log_probs: torch.Tensor = TokenLogProbs.apply(self.head(hidden_states), None, targets)  # type: ignore[no-untyped-call]
+        return log_probs
