@@ -8,6 +8,7 @@ without keeping any logits (:func:`install_chunks`); :func:`logits_inputs` makes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -165,8 +166,8 @@ def install_chunks(model: Any) -> None:
         raise ConfigError(what, setting="logits", value="chunked")
     chunks = _Chunks(path)
     setattr(model, _CHUNKS, chunks)
-    model.register_forward_pre_hook(chunks.replace_head, with_kwargs=True)
-    model.register_forward_hook(chunks.restore_head, always_call=True)
+    model.register_forward_pre_hook(chunks.replace_forward, with_kwargs=True)
+    model.register_forward_hook(chunks.restore_forward, always_call=True)
 
 
 def find_head(model: Any) -> str:
@@ -177,50 +178,49 @@ def find_head(model: Any) -> str:
 
 
 class _Chunks:
-    """Replaces the head of a model during a forward pass. An adapter may have wrapped it since."""
+    """Replaces what the head of a model computes, during a forward pass of the model.
+
+    Not the head itself: it is called once, however many chunks there are, so that ranks that shard its
+    weights gather them equally often.
+    """
 
     def __init__(self, path: str) -> None:
-        self._parent, _, self._name = path.rpartition(".")
+        self._path = path
         self._head: Any = None
+        self._forward: Any = None
 
-    def replace_head(
+    def replace_forward(
         self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Replace the head if the inputs have labels."""
+        """Let the head compute log-probabilities if the inputs have labels."""
         if CHUNK_LABELS not in options:
             return None
-        parent = model.get_submodule(self._parent)
-        self._head = getattr(parent, self._name)
-        setattr(parent, self._name, _ChunkedHead(self._head, options[CHUNK_LABELS]))
+        head = model.get_submodule(self._path)  # an adapter may have replaced it since
+        head = getattr(head, "_fsdp_wrapped_module", head)  # FSDP has no public name for it
+        self._head, self._forward = head, vars(head).get("forward")
+        head.forward = partial(_compute_chunks, head.forward, options[CHUNK_LABELS])
         return arguments, {key: value for key, value in options.items() if key != CHUNK_LABELS}
 
-    def restore_head(self, model: Any, arguments: Any, output: Any) -> None:
-        """Put the head back, also after an error."""
-        if self._head is not None:
-            setattr(model.get_submodule(self._parent), self._name, self._head)
-            self._head = None
+    def restore_forward(self, model: Any, arguments: Any, output: Any) -> None:
+        """Let the head compute logits again, also after an error."""
+        head, self._head = self._head, None
+        if head is None:
+            return
+        del head.forward
+        if self._forward is not None:
+            head.forward = self._forward
 
 
-class _ChunkedHead(torch.nn.Module):
-    """Log-probabilities of labels [N], computed by a head from hidden states chunk by chunk."""
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of chunks differs by batch
+def _compute_chunks(forward: Any, labels: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities [N] of the labels of hidden states, with the forward pass of a head."""
+    flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+    labels = labels.to(flat.device)
+    targets = labels.flatten()[supervised_positions(labels, len(flat))]
+    parts = zip(torch.split(flat, CHUNK_TOKENS), torch.split(targets, CHUNK_TOKENS), strict=True)
+    return torch.cat([checkpoint(_chunk_log_probs, forward, *part, use_reentrant=False) for part in parts])
 
-    def __init__(self, head: torch.nn.Module, labels: torch.Tensor) -> None:
-        super().__init__()
-        self.head, self.labels = head, labels
 
-    @property
-    def weight(self) -> Any:
-        """The weight of the head, whose dtype some models read."""
-        return self.head.weight
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of chunks differs by batch
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        labels = self.labels.to(flat.device)
-        targets = labels.flatten()[supervised_positions(labels, len(flat))]
-        parts = zip(torch.split(flat, CHUNK_TOKENS), torch.split(targets, CHUNK_TOKENS), strict=True)
-        return torch.cat([checkpoint(self._log_probs, *part, use_reentrant=False) for part in parts])
-
-    def _log_probs(self, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        log_probs: torch.Tensor = TokenLogProbs.apply(self.head(hidden_states), None, targets)  # type: ignore[no-untyped-call]
-        return log_probs
+def _chunk_log_probs(forward: Any, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    log_probs: torch.Tensor = TokenLogProbs.apply(forward(hidden_states), None, targets)  # type: ignore[no-untyped-call]
+    return log_probs
