@@ -31,7 +31,7 @@ from packhorse.families import logits as logits_module
 from packhorse.families.logits import CHUNK_LABELS
 from packhorse.integrations import loss as loss_module
 from packhorse.integrations.loss import batch_loss, token_log_probs
-from packhorse.types import Batch
+from packhorse.types import Batch, to_device
 from raising import raises_config
 
 MODES = ("supervised", "chunked")
@@ -308,3 +308,14 @@ def test_logits_of_other_tokens_are_rejected(files: dict[str, Path]) -> None:
             token_log_probs(torch.zeros(shape), labels)
     for shape in ((1, count, 300), (count, 300), (count,), (*labels.shape, 300)):
         assert token_log_probs(torch.zeros(shape), labels).shape == (count,)
+
+
+def test_labels_that_are_changed_before_a_batch_moves_are_counted(files: dict[str, Path]) -> None:
+    (batch,) = load("qwen2_vl", files, make_model())
+    count = batch.info.supervised
+    batch["labels"][:, -1] = 3
+    batch["labels"][:, 0] = 3
+    moved = to_device(batch, "meta")
+    assert moved.info.supervised == int((batch["labels"] != IGNORE_INDEX).sum()) > count
+    assert moved.info.document_keys == batch.info.document_keys
+    assert to_device(moved, "meta").info is moved.info
