@@ -31,6 +31,7 @@ from packhorse.families import logits as logits_module
 from packhorse.families.logits import CHUNK_LABELS
 from packhorse.integrations import loss as loss_module
 from packhorse.integrations.loss import batch_loss, token_log_probs
+from packhorse.integrations.preference import document_log_probs, reference_log_probs
 from packhorse.types import Batch, to_device
 from raising import raises_config
 
@@ -149,14 +150,22 @@ def test_loss_and_gradients_are_those_of_all_logits(
         check(parity, mode, train(model, batch), expected, other, wrong)
 
 
-def test_a_compiled_model_computes_chunks(files: dict[str, Path], parity: ParityRecorder) -> None:
-    model = make_model(attention="eager")
-    other = train_all(model, load("qwen2_vl", files, model)[0])
+def test_a_compiled_model_computes_chunks(parity: ParityRecorder) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, initializer_range=0.2))
+    labels = torch.randint(3, 64, (1, 40)).masked_fill(torch.arange(40) % 3 == 0, IGNORE_INDEX)
+    inputs = {"input_ids": torch.randint(3, 64, (1, 40)), "position_ids": torch.arange(40)[None]}
+    batch = Batch({**inputs, "labels": labels})
+    packhorse.prepare(model, "eager", logits="all")
+    other = train_all(model, batch)
     compiled = torch.compile(model, backend="eager")
     packhorse.prepare(compiled, "sdpa", logits="chunked")
-    (batch,) = load("qwen2_vl", files, model)
     expected, wrong = train_all(model, batch), train_wrong(model, batch)
-    check(parity, "chunked", train(model, batch, compiled), expected, other, wrong)
+    for _ in range(2):
+        check(parity, "chunked", train(model, batch, compiled), expected, other, wrong)
     torch.compiler.reset()
 
 
@@ -319,3 +328,110 @@ def test_labels_that_are_changed_before_a_batch_moves_are_counted(files: dict[st
     assert moved.info.supervised == int((batch["labels"] != IGNORE_INDEX).sum()) > count
     assert moved.info.document_keys == batch.info.document_keys
     assert to_device(moved, "meta").info is moved.info
+
+
+def make_losses(model: Any, files: dict[str, Path], folder: Path) -> dict[str, torch.Tensor]:
+    """What everything of ours that reads logits makes of one model."""
+    from transformers import Trainer, TrainingArguments
+
+    class PackedTrainer(packhorse.TrainFromLoader, Trainer):
+        pass
+
+    rows = [{"conversation": conversation("qwen2_vl", case, files)} for case in CASES]
+    loader = packhorse.load(rows, processor("qwen2_vl"), model=model, pack_size=256)
+    padded = packhorse.load(rows, processor("qwen2_vl"), model=model, **PADDED)
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        learning_rate=1e-2,
+        save_steps=9,
+    )
+    trained = copy.deepcopy(model)
+    trainer = PackedTrainer(trained, arguments, loader=loader, eval_dataset=padded)
+    trainer.train()
+    pairs = [{"prompt": f"Number {n}?", "chosen": "so " * (n + 1), "rejected": "no"} for n in range(3)]
+    options: dict[str, Any] = {"task": "preference", "mode": "pad", "batch_size": 3}
+    (preference,) = packhorse.load(pairs, processor("qwen2_vl"), model=model, **options)
+    with torch.no_grad():
+        log_probs = document_log_probs(model(**model_inputs(preference, model)).logits, preference)
+    return {
+        "evaluate": torch.tensor(packhorse.evaluate(model, padded).loss),
+        "preference": log_probs,
+        "reference": reference_log_probs(model, preference),
+        "trainer": torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry]),
+        "trainer's evaluation": torch.tensor(trainer.evaluate()["eval_loss"]),
+        "weights": torch.cat([p.detach().flatten() for p in trained.parameters()]),
+    }
+
+
+def test_trainers_evaluation_and_preference_losses_take_fewer_logits(
+    files: dict[str, Path], tmp_path: Path, parity: ParityRecorder
+) -> None:
+    found = {mode: make_losses(make_model(logits=mode), files, tmp_path / mode) for mode in ("all", *MODES)}
+    other = make_losses(make_model(attention="eager"), files, tmp_path / "eager")
+    wrong = make_losses(other_model(), files, tmp_path / "wrong")
+    for mode in MODES:
+        for what, value in found[mode].items():
+            floor = noise_floor(found["all"][what], other[what], measure=relative_difference)
+            difference = relative_difference(value, found["all"][what])
+            parity.check(
+                f"{mode}: {what}", difference, floor, relative_difference(wrong[what], found["all"][what])
+            )
+
+
+def other_model() -> Any:
+    """A model with other weights: its losses are wrong."""
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    return model
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_under_autocast_trains_alike(
+    mode: str, files: dict[str, Path], parity: ParityRecorder
+) -> None:
+    model = make_model(logits="supervised")
+    (batch,) = load("qwen2_vl", files, model)
+    exact = train_all(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, wrong = train_all(model, batch), train_wrong(model, batch)
+        packhorse.prepare(model, "sdpa", logits=mode)
+        output = model(**model_inputs(batch, model))
+        found = result_of(model, batch_loss(model, output, batch, 40))
+    assert output.logits.dtype == (torch.float32 if mode == "chunked" else torch.bfloat16)
+    for name in ("loss", "lm_head.weight"):
+        values = [{name: each[name].float()} for each in (found, expected, exact, wrong)]
+        floor = noise_floor(values[1], values[2], measure=relative_difference)
+        difference, control = (relative_difference(each, values[1]) for each in (values[0], values[3]))
+        parity.check(name, difference, floor, control, exact=False)
+
+
+class MostLogits(TorchDispatchMode):
+    """The most rows of logits that one operation computed, forwards and backwards."""
+
+    def __init__(self, weight: torch.Size) -> None:
+        super().__init__()
+        self.weight, self.rows = weight, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        shape = result.shape if isinstance(result, torch.Tensor) else ()
+        if shape[-1:] == self.weight[:1] and shape != self.weight[::-1]:  # not the gradient of the weight
+            self.rows = max(self.rows, result.numel() // shape[-1])
+        return result
+
+
+def test_logits_of_unsupervised_tokens_and_of_several_chunks_never_exist(files: dict[str, Path]) -> None:
+    model = make_model()
+    (batch,) = load("qwen2_vl", files, model)
+    counts = (batch["labels"].numel(), batch.info.supervised, logits_module.CHUNK_TOKENS)
+    assert sorted(set(counts), reverse=True) == list(counts)
+    for mode, rows in zip(("all", *MODES), counts, strict=True):
+        packhorse.prepare(model, "sdpa", logits=mode)
+        with MostLogits(model.lm_head.weight.shape) as most:
+            train(model, batch)
+        assert most.rows == rows, mode
