@@ -192,7 +192,9 @@ def _log_probs_at(
     else:
         rows = to_device(positions, logits.device) if logits.shape[:-1] == labels.shape else None
         log_probs = TokenLogProbs.apply(logits, rows, targets)  # type: ignore[no-untyped-call]
-    return log_probs if factors is None else log_probs * factors.to(log_probs)
+    return (
+        log_probs if factors is None else log_probs * to_device(factors.to(log_probs.dtype), log_probs.device)
+    )
 
 
 def loss_weights_of(batch: Mapping[str, Any]) -> torch.Tensor | None:
