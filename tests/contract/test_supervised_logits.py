@@ -151,14 +151,7 @@ def test_loss_and_gradients_are_those_of_all_logits(
 
 
 def test_a_compiled_model_computes_chunks(parity: ParityRecorder) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, initializer_range=0.2))
-    labels = torch.randint(3, 64, (1, 40)).masked_fill(torch.arange(40) % 3 == 0, IGNORE_INDEX)
-    inputs = {"input_ids": torch.randint(3, 64, (1, 40)), "position_ids": torch.arange(40)[None]}
-    batch = Batch({**inputs, "labels": labels})
+    model, batch = text_decoder("llama")
     packhorse.prepare(model, "eager", logits="all")
     other = train_all(model, batch)
     compiled = torch.compile(model, backend="eager")
@@ -251,18 +244,55 @@ def test_the_head_of_qwen3_omni_computes_all_logits_which_is_said(
         packhorse.prepare(model, "sdpa", logits="some")
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "cohere"])
-def test_chunks_are_rejected_for_a_model_that_changes_what_its_head_computes(kind: str) -> None:
+ADJUSTED = {
+    "gemma2": {"final_logit_softcapping": 3.0},
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 3},
+}
+
+
+def text_decoder(kind: str, **settings: Any) -> tuple[Any, Batch]:
+    """A tiny decoder with random weights, and a batch of one document."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
-    config = CONFIG_MAPPING[kind](**sizes, **heads)
-    model = AutoModelForCausalLM.from_config(config)
-    attention = "eager" if kind == "gemma2" else "sdpa"
-    assert packhorse.prepare(model, attention, longest=64).logits == "supervised"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes, **heads, **ids, **settings))
+    labels = torch.randint(3, 64, (1, 40)).masked_fill(torch.arange(40) % 3 == 0, IGNORE_INDEX)
+    inputs = {"input_ids": torch.randint(3, 64, (1, 40)), "position_ids": torch.arange(40)[None]}
+    return model, Batch({**inputs, "labels": labels})
+
+
+@pytest.mark.parametrize("kind", ADJUSTED)
+def test_logits_that_a_model_caps_or_scales_are_capped_or_scaled_in_chunks(
+    kind: str, parity: ParityRecorder
+) -> None:
+    model, batch = text_decoder(kind, **ADJUSTED[kind])
+    packhorse.prepare(model, "eager", longest=64, logits="chunked")
+    expected, wrong = train_all(model, batch), train_wrong(model, batch)
+    found = train(model, batch)
+    model = model.double()
+    other = {name: value.float() for name, value in train_all(model, batch).items()}
+    check(parity, kind, found, expected, other, wrong)
+    with raises_config("return_dict", False):
+        model(**model_inputs(batch, model), return_dict=False)
+
+
+def test_chunks_are_rejected_for_a_model_that_changes_logits_in_its_own_way() -> None:
+    from transformers import LlamaForCausalLM
+
+    class Shifted(LlamaForCausalLM):
+        def forward(self, *arguments: Any, **options: Any) -> Any:
+            output = super().forward(*arguments, **options)
+            output.logits = output.logits * 2
+            return output
+
+    model = Shifted(text_decoder("llama")[0].config)
+    assert packhorse.prepare(model, "sdpa").logits == "supervised"
     with raises_config("logits", "chunked", match="differs by"):
-        packhorse.prepare(model, attention, longest=64, logits="chunked")
+        packhorse.prepare(model, "sdpa", logits="chunked")
 
 
 def test_a_batch_itself_and_a_call_without_the_model_are_unchanged(files: dict[str, Path]) -> None:

@@ -7,6 +7,7 @@ without keeping any logits (:func:`install_chunks`); :func:`logits_inputs` makes
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import ConfigError
-from packhorse.families.models import resolve_model, unwrap
+from packhorse.families.models import resolve_model, text_config, unwrap
 
 LogitsMode = Literal["all", "supervised", "chunked"]
 CHUNK_LABELS = "chunk_labels"
@@ -167,7 +168,8 @@ def install_chunks(model: Any) -> None:
     chunks = _Chunks(path)
     setattr(model, _CHUNKS, chunks)
     model.register_forward_pre_hook(chunks.replace_forward, with_kwargs=True)
-    model.register_forward_hook(chunks.restore_forward, always_call=True)
+    # First: the hooks of FSDP look at what is returned.
+    model.register_forward_hook(chunks.restore_forward, always_call=True, prepend=True)
 
 
 def find_head(model: Any) -> str:
@@ -188,6 +190,7 @@ class _Chunks:
         self._path = path
         self._head: Any = None
         self._forward: Any = None
+        self._log_probs: torch.Tensor | None = None
 
     def replace_forward(
         self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]
@@ -198,29 +201,50 @@ class _Chunks:
         head = model.get_submodule(self._path)  # an adapter may have replaced it since
         head = getattr(head, "_fsdp_wrapped_module", head)  # FSDP has no public name for it
         self._head, self._forward = head, vars(head).get("forward")
-        head.forward = partial(_compute_chunks, head.forward, options[CHUNK_LABELS])
+        scores = partial(_final_logits, head.forward, text_config(model.config))
+        head.forward = partial(self._compute, scores, options[CHUNK_LABELS])
         return arguments, {key: value for key, value in options.items() if key != CHUNK_LABELS}
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of chunks differs by batch
+    def _compute(self, scores: Any, labels: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities [N] of the labels of hidden states."""
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        labels = labels.to(flat.device)
+        targets = labels.flatten()[supervised_positions(labels, len(flat))]
+        parts = zip(torch.split(flat, CHUNK_TOKENS), torch.split(targets, CHUNK_TOKENS), strict=True)
+        chunks = [checkpoint(_chunk_log_probs, scores, *part, use_reentrant=False) for part in parts]
+        self._log_probs = torch.cat(chunks)
+        return self._log_probs
+
     def restore_forward(self, model: Any, arguments: Any, output: Any) -> None:
-        """Let the head compute logits again, also after an error."""
-        head, self._head = self._head, None
+        """Let the head compute logits again, also after an error; return the log-probabilities."""
+        head, log_probs = self._head, self._log_probs
+        self._head = self._log_probs = None
         if head is None:
             return
         del head.forward
         if self._forward is not None:
             head.forward = self._forward
+        if output is None or log_probs is None:  # after an error
+            return
+        if not isinstance(output, MutableMapping):
+            expected = "log-probabilities in chunks need an output with names, as by default"
+            raise ConfigError.of("return_dict", False, expected)
+        output["logits"] = log_probs  # the model may have capped or scaled them like logits
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of chunks differs by batch
-def _compute_chunks(forward: Any, labels: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities [N] of the labels of hidden states, with the forward pass of a head."""
-    flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    labels = labels.to(flat.device)
-    targets = labels.flatten()[supervised_positions(labels, len(flat))]
-    parts = zip(torch.split(flat, CHUNK_TOKENS), torch.split(targets, CHUNK_TOKENS), strict=True)
-    return torch.cat([checkpoint(_chunk_log_probs, forward, *part, use_reentrant=False) for part in parts])
-
-
-def _chunk_log_probs(forward: Any, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    log_probs: torch.Tensor = TokenLogProbs.apply(forward(hidden_states), None, targets)  # type: ignore[no-untyped-call]
+def _chunk_log_probs(scores: Any, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    log_probs: torch.Tensor = TokenLogProbs.apply(scores(hidden_states), None, targets)  # type: ignore[no-untyped-call]
     return log_probs
+
+
+def _final_logits(head: Any, config: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return logits as a model makes them of those of its head; :mod:`.probe` compares them with its own."""
+    logits: torch.Tensor = head(hidden_states)
+    if scale := getattr(config, "logit_scale", None):  # Cohere
+        logits = logits * scale
+    if divisor := getattr(config, "logits_scaling", None):  # Granite
+        logits = logits / divisor
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+        logits = torch.tanh(logits / cap) * cap
+    return logits
