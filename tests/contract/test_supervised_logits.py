@@ -295,6 +295,27 @@ def test_chunks_are_rejected_for_a_model_that_changes_logits_in_its_own_way() ->
         packhorse.prepare(model, "sdpa", logits="chunked")
 
 
+def test_a_model_that_takes_no_mask_computes_all_logits_of_several_rows() -> None:
+    """As models of older versions of transformers."""
+    from transformers import LlamaForCausalLM
+
+    class OneRow(LlamaForCausalLM):
+        def forward(self, *arguments: Any, logits_to_keep: Any = 0, **options: Any) -> Any:
+            if isinstance(logits_to_keep, torch.Tensor) and logits_to_keep.dim() > 1:
+                raise IndexError("too many indices")
+            return super().forward(*arguments, logits_to_keep=logits_to_keep, **options)
+
+    decoder, batch = text_decoder("llama")
+    model = OneRow(decoder.config)
+    rows = Batch({key: value.expand(2, -1) for key, value in batch.items()})
+    for mode in MODES:
+        prepared = packhorse.prepare(model, "sdpa", logits=mode)
+        assert prepared.logits == mode
+        assert "; all logits of batches of several rows (IndexError: too many indices)" in str(prepared)
+        assert "logits_to_keep" in model_inputs(batch, model)
+        assert model_inputs(rows, model).keys() == {"input_ids", "position_ids"}
+
+
 def test_a_batch_itself_and_a_call_without_the_model_are_unchanged(files: dict[str, Path]) -> None:
     model = make_model(logits="chunked")
     (batch,) = load("qwen2_vl", files, model)

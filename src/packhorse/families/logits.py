@@ -29,7 +29,6 @@ CHUNK_TOKENS = 1024
 
 _CHOICE = "_packhorse_logits"
 _CHUNKS = "_packhorse_chunks"
-_ONE_ROW, _ROWS = 1, 2  # axes of logits_to_keep: positions in the row, or a mask of several rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ def logits_of(model: object) -> LogitsChoice:
 
 
 def set_logits(model: object, choice: LogitsChoice) -> None:
-    """Let :func:`logits_inputs` ask a model for these logits."""
+    """Let :func:`logits_inputs` request these logits of a model."""
     inner = unwrap(model)
     if choice.mode == "chunked":
         install_chunks(inner)
