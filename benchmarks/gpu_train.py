@@ -74,7 +74,7 @@ from gpu_stages import Stages, free_memory, log
 from packhorse import open_meta_dataset
 from packhorse.collate_fns import model_inputs
 from packhorse.families.models import attention_of
-from packhorse.integrations.loss import count_batch_supervised, token_loss
+from packhorse.integrations.loss import batch_loss, count_batch_supervised
 from packhorse.loader.startup import count_examples
 from packhorse.types import to_device
 from promises import fact, make_parser, parse, promise, record_outcome
@@ -141,7 +141,7 @@ def main() -> None:
 # --- model and data -----------------------------------------------------------------------------------------
 
 
-def make_setup(options: argparse.Namespace, folder: Path) -> Setup:
+def make_setup(options: argparse.Namespace, folder: Path, vocabulary: int = 32_768) -> Setup:
     """Write the data, count it, and build the model."""
     if options.quick:
         torch.set_num_threads(1)
@@ -160,7 +160,7 @@ def make_setup(options: argparse.Namespace, folder: Path) -> Setup:
     counts = count_examples(open_meta_dataset(str(meta)), processor)
     if not counts.ok.all():
         raise RuntimeError(f"rows that cannot be counted: {set(counts.status)}, {set(counts.detail)}")
-    model = make_model(processor, options.quick, device)
+    model = make_model(processor, options.quick, device, vocabulary)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tower = sum(parameter.numel() for parameter in model.model.visual.parameters())
     total = int(counts.total.sum())
@@ -186,8 +186,8 @@ def step(setup: Setup, batch: Batch, optimizer: torch.optim.Optimizer) -> torch.
     model, moved = setup.model, to_device(batch, setup.device)
     forward_only = setup.device == "cpu" and attention_of(model) == "flex_attention"
     with torch.set_grad_enabled(not forward_only):
-        logits = model(**model_inputs(moved, model)).logits
-        loss = token_loss(logits, moved["labels"], count_batch_supervised(batch))
+        output = model(**model_inputs(moved, model))
+        loss = batch_loss(model, output, moved, count_batch_supervised(batch))
     if not forward_only:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

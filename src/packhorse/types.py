@@ -33,6 +33,9 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+IGNORE_INDEX = -100
+"""The label of a token that is not supervised. Written nowhere else."""
+
 MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 _TOKEN_FIELDS = ("labels", "position_ids", "loss_weights")  # of a sample or pack, next to ``tokens``
@@ -677,6 +680,18 @@ class Batch(dict[str, Any]):
         return moved
 
 
+def _recount(batch: Batch, moved: Mapping[str, Any]) -> BatchInfo | None:
+    """Return the info of a batch that moves from the CPU, where its labels may have been changed.
+
+    Afterwards they could not be counted without waiting for the device.
+    """
+    info, labels = batch._info, batch.get("labels")
+    if info is None or labels is None or labels.device.type != "cpu" or moved["labels"].device.type == "cpu":
+        return info
+    supervised = int((labels != IGNORE_INDEX).sum())
+    return info if supervised == info.supervised else replace(info, supervised=supervised)
+
+
 def to_device(value: Any, device: Any, non_blocking: bool | None = None) -> Any:
     """Move a batch, or a value of one, to a device: tensors, masks by layer type, block masks.
 
@@ -695,7 +710,7 @@ def to_device(value: Any, device: Any, non_blocking: bool | None = None) -> Any:
             return moved
         if "shift_labels" in value and value["shift_labels"] is value.get("labels"):
             moved["shift_labels"] = moved["labels"]
-        return expand_pixels(Batch(moved, value._info))
+        return expand_pixels(Batch(moved, _recount(value, moved)))
     if isinstance(value, torch.Tensor):  # block masks do not take non_blocking
         if non_blocking is None:
             non_blocking = value.device.type == "cpu" and torch.device(device).type not in {"cpu", "mps"}
