@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from contract.processors import FAMILIES, processor
 from packhorse.families import Encoder
 from packhorse.families.compact import Compact, find_compact
-from packhorse.types import Conversation, MediaRef, Message, PixelFormat, Sample, TextPart
+from packhorse.families.pixels import PixelFormat
+from packhorse.types import Conversation, MediaRef, Message, Sample, TextPart
 from promises import fact, make_parser, parse, promise, record_outcome
 
 LARGEST = 1e-6

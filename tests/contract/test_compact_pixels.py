@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import pickle
 from dataclasses import replace
@@ -22,7 +23,8 @@ from packhorse import World
 from packhorse.collate_fns import model_inputs
 from packhorse.families import Encoder
 from packhorse.families.compact import Compact, find_compact
-from packhorse.types import Conversation, MediaRef, Message, PixelFormat, TextPart, to_device
+from packhorse.families.pixels import BytePixels, PixelFormat
+from packhorse.types import Conversation, MediaRef, Message, TextPart, to_device
 
 # The tensors that can hold bytes, and why others cannot.
 BOTH, IMAGES, NONE = (
@@ -191,31 +193,77 @@ def test_batches_with_bytes_become_those_of_the_processor(tmp_path: Path, name: 
         load(data, name, mode=mode, pixels=p) for p in ("processor", "auto", "compact", "auto")
     )
     for expected, usual, batch, again in zip(plain, auto, compact, glue.compact_batches(), strict=True):
-        assert not expected.info.pixels
-        assert not usual.info.pixels
+        assert type(usual["pixel_values"]) is type(expected["pixel_values"]) is torch.Tensor
         assert_same(usual, expected)
-        assert batch["pixel_values"].dtype == torch.uint8
-        assert set(batch.info.pixels) == {"pixel_values"}
-        assert batch["pixel_values"].nbytes * 4 <= expected["pixel_values"].nbytes
+        assert type(batch["pixel_values"]) is BytePixels
+        assert batch["pixel_values"].data_bytes.nbytes * 4 <= expected["pixel_values"].nbytes
         for moved in (to_device(batch, "cpu"), batch.to("cpu"), to_device(again, "cpu")):
-            assert not moved.info.pixels
+            assert type(moved["pixel_values"]) is torch.Tensor
             assert moved.info.keys == expected.info.keys
-        assert_same(to_device(batch, "cpu"), expected)
-        kept = pickle.loads(pickle.dumps(batch)).copy() | {}
-        assert_same(to_device(kept, "cpu"), expected)
-        inputs = model_inputs(batch)
-        assert torch.equal(inputs["pixel_values"], expected["pixel_values"])
+            assert_same(moved, expected)
+        assert_same(batch, expected)
+        assert torch.equal(model_inputs(batch)["pixel_values"], expected["pixel_values"])
     assert compact.epoch_stats is not None
     assert compact.epoch_stats.delivered == 6
 
 
-def test_pixels_that_were_replaced_or_removed_are_not_expanded(tmp_path: Path) -> None:
-    batch = next(iter(load(write_rows(tmp_path), "gemma3", pixels="compact")))
-    floats = torch.ones(batch["pixel_values"].shape)
-    assert to_device(batch | {"pixel_values": floats}, "cpu")["pixel_values"].equal(floats)
-    removed = batch.copy()
-    del removed["pixel_values"]
-    assert "pixel_values" not in to_device(removed, "cpu")
+def test_bytes_are_the_pixels_whatever_is_done_with_them(tmp_path: Path) -> None:
+    expected = next(iter(load(write_rows(tmp_path), "gemma3", pixels="processor")))["pixel_values"]
+    pixels = next(iter(load(str(tmp_path / "train.jsonl"), "gemma3", pixels="compact")))["pixel_values"]
+    assert (pixels.shape, pixels.dtype, pixels.device) == (expected.shape, expected.dtype, expected.device)
+    assert pixels.is_floating_point()
+    assert "BytePixels" in repr(pixels)
+    kept = [pickle.loads(pickle.dumps(pixels)), copy.copy(pixels), pixels.detach()]
+    assert all(type(value) is BytePixels for value in kept)
+    computed = {
+        "bytes": (kept[0], kept[1], kept[2], copy.deepcopy(pixels), pixels.clone(), pixels.contiguous()),
+        "moved": (pixels.to("cpu"), pixels.to(torch.float32), pixels.cpu(), pixels.float()),
+        "operations": (pixels * 1, torch.cat([pixels[:1], pixels[1:]]), torch.stack(list(pixels))),
+        "views": (pixels.view(-1).view(pixels.shape), pixels.flatten(1).reshape(pixels.shape)),
+    }
+    for values in computed.values():
+        for value in values:
+            assert torch.equal(value, expected)
+    assert np.array_equal(pixels.numpy(), expected.numpy())
+    assert pixels.to(memory_format=torch.channels_last).is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(pixels.to(torch.float64), expected.to(torch.float64))
+    assert torch.equal(pixels.half(), expected.half())
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
+def test_a_batch_that_loses_its_class_still_has_the_pixels(tmp_path: Path, name: str) -> None:
+    data, model = write_rows(tmp_path), copy.deepcopy(tiny_model(name)).eval()
+    packhorse.prepare(model, device="cpu")
+    (expected, *_), (batch, *_) = (load(data, name, model=model, pixels=p) for p in ("processor", "compact"))
+    with torch.no_grad():
+        loss = model(**expected).loss
+        moved = {**batch, "pixel_values": batch["pixel_values"].to("cpu")}
+        for inputs in (batch, dict(batch), moved):
+            assert torch.equal(model(**inputs).loss, loss)
+        wrong = {**batch, "pixel_values": batch["pixel_values"] * 255}
+        assert not torch.equal(model(**wrong).loss, loss), "the control: the pixels matter"
+
+
+def test_processors_of_pil_leave_bytes_too(tmp_path: Path) -> None:
+    data, own = write_rows(tmp_path), build("qwen2_vl")
+    own.image_processor = transformers.Qwen2VLImageProcessorPil(**own.image_processor.to_dict())
+    batches = (load(data, "qwen2_vl", processor=own, pixels=p) for p in ("compact", "processor"))
+    for batch, expected in zip(*batches, strict=True):
+        assert type(batch["pixel_values"]) is BytePixels
+        assert float((batch["pixel_values"] - expected["pixel_values"]).abs().max()) <= LARGEST
+
+
+@pytest.mark.parametrize("name", ["internvl", "smolvlm"])
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_kinds_that_share_a_tensor_are_bytes_together(name: str, kind: Any) -> None:
+    found = find_compact(Encoder(processor(name)), [kind])
+    for part in (found.processor.image_processor, found.processor.video_processor):
+        assert not part.do_rescale
+    own = build(name)
+    own.video_processor.image_mean = [0.1, 0.2, 0.3]
+    problems = find_compact(Encoder(own), [kind])
+    assert not problems.formats
+    assert "normalised differently" in problems.problems["video"]
 
 
 def test_workers_send_bytes_and_the_same_batches(tmp_path: Path) -> None:
@@ -223,7 +271,7 @@ def test_workers_send_bytes_and_the_same_batches(tmp_path: Path) -> None:
     expected = list(load(data, "qwen2_vl", pixels="processor"))
     with_workers = load(data, "qwen2_vl", pixels="compact", num_workers=1)
     for batch, other in zip(with_workers, expected, strict=True):
-        assert batch["pixel_values"].dtype == torch.uint8
+        assert type(batch["pixel_values"]) is BytePixels
         assert_same(to_device(batch, "cpu"), other)
     with_workers.close()
 
@@ -233,7 +281,6 @@ def test_media_of_a_pipeline_are_those_of_the_processor(tmp_path: Path) -> None:
     settings = {"mode": "pad", "batch_size": 2, "pipeline_microbatches": 2}
     batches = [list(load(data, "qwen2_vl", pixels=p, **settings)) for p in ("compact", "processor")]
     for batch, expected in zip(*batches, strict=True):
-        assert not batch.info.pixels
         assert_same(batch, expected)
 
 

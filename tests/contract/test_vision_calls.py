@@ -337,14 +337,16 @@ def test_the_page_of_the_batch_lists_the_indices_with_their_shapes() -> None:
     assert found == documented.keys()
 
 
-def test_padded_batches_hold_indices_too() -> None:
+def test_padded_batches_hold_no_indices_and_can_be_generated_from() -> None:
     model = prepare_model("qwen3_vl", "one_call")
     loader = load(rows_of("images"), family="qwen3_vl", model=model, mode="pad", batch_size=2)
     batch = next(iter(loader))
-    assert any(map(is_index, batch))
-    with torch.no_grad():
-        found, expected = (model(**inputs).loss for inputs in (batch, without_indices(batch)))
-    assert torch.equal(found, expected)
+    assert not any(map(is_index, batch))
+    options = {"max_new_tokens": 2, "do_sample": False}
+    made = model.generate(**model_inputs(batch), **options)
+    assert made.shape == (2, batch["input_ids"].shape[1] + 2)
+    per_item = prepare_model("qwen3_vl", "per_item")
+    assert made.equal(per_item.generate(**model_inputs(batch), **options))
 
 
 def test_batches_of_workers_and_of_the_collate_function_run_alike(parity: Any) -> None:

@@ -33,7 +33,7 @@ from packhorse.families.packing import boundaries_error, check_packable
 from packhorse.families.router_loss import ROUTER_MASK, check_model_router_loss, has_router_loss
 from packhorse.families.varlen import VARLEN_ARGUMENTS
 from packhorse.pp_media import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
-from packhorse.types import Batch, PackedSample, TensorLayout, expand_pixels, to_device
+from packhorse.types import PackedSample, TensorLayout, to_device
 
 Pack = Mapping[str, Any]
 
@@ -219,7 +219,7 @@ def model_inputs(batch: Mapping[str, Any], model: Any = None, *, check: bool = T
             an auxiliary loss and is not prepared (see
             :func:`~packhorse.families.router_loss.check_router_loss`).
     """
-    inputs = loss_inputs(expand_pixels(batch) if isinstance(batch, Batch) else batch)
+    inputs = loss_inputs(batch)
     if model is not None and check:
         _check_attention(batch, model)
         check_model_router_loss(model)

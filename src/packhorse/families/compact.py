@@ -3,8 +3,8 @@
 Most image and video processors resize pixels as bytes, then rescale and normalise them to floats, and then
 cut them into patches or tiles. :func:`find_compact` tries out, on small random media, whether the user's own
 processor does just that: its call without rescaling and normalising has to give the same tokens, and bytes
-from which :class:`~packhorse.types.PixelFormat` computes the same pixels. These take a quarter of the memory
-of float32, an eighth where the processor repeats an image for each frame of a patch.
+from which :class:`~packhorse.families.pixels.PixelFormat` computes the same pixels. These take a quarter of
+the memory of float32, an eighth where the processor repeats an image for each frame of a patch.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ import numpy as np
 from packhorse.errors import PackhorseError
 from packhorse.families.item_options import has_own_call, with_options
 from packhorse.media import VideoInfo, placeholder_media
-from packhorse.types import Conversation, MediaKind, MediaRef, Message, PixelFormat, TextPart
+from packhorse.types import Conversation, MediaKind, MediaLayout, MediaRef, Message, TextPart
 
 if TYPE_CHECKING:
     import torch
 
     from packhorse.chat import Processor
     from packhorse.families.encoder import Encoded, Encoder
+    from packhorse.families.pixels import PixelFormat
 
 _LARGEST_DIFFERENCE = 1e-6  # of a pixel, from that of the processor
-_IMAGES = ((61, 97), (150, 113), (260, 420))  # height and width, odd and of different shape
+_IMAGES = ((61, 97), (150, 113))  # height and width, odd and of different shape
 _VIDEOS = ((64, 80), (97, 61))
 _FRAMES = 4
 _TURNED_OFF = ("do_rescale", "do_normalize")
+# What image processors raise for settings that they were not written for; their media stay as they are.
+_TRIAL_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,47 +56,67 @@ class _CannotCompact(Exception):
 
 
 def find_compact(encoder: Encoder, kinds: Iterable[MediaKind] = ("image", "video")) -> Compact:
-    """Return a processor that leaves pixels as bytes, for the kinds of media where that is right."""
-    processor, formats = encoder.processor, dict[str, PixelFormat]()
+    """Return a processor that leaves pixels as bytes, for the kinds of media where that is right.
+
+    A kind is tried out with all others that have the same tensors, as images and videos of some families do:
+    all of these are bytes, or none.
+    """
+    processor = encoder.processor
+    formats: dict[str, PixelFormat] = {}
     problems: dict[MediaKind, str] = {}
-    for kind in kinds:
-        if kind not in encoder.family.kinds:
-            continue
-        try:
-            changed, found = _try_kind(encoder, kind, processor)
-            for key in formats.keys() & found.keys():  # frames under the key of images
-                if formats[key] != found[key]:
-                    raise _CannotCompact(f"'{key}' of images and of videos are normalised differently")
-        except (_CannotCompact, PackhorseError) as error:
-            problems[kind] = str(error)
-        else:
-            processor, formats = changed, {**formats, **found}
-    shared = {key for kind in problems for key, one in encoder.family.layout.items() if kind in one.kinds}
-    if problems and shared & formats.keys():
-        return Compact(encoder.processor, {}, problems)
+    for together in _kinds_by_tensors(encoder.family.layout, kinds):
+        changed = processor
+        found: dict[str, PixelFormat] = {}
+        for kind in together:
+            changed, of_kind = _try_kind(encoder, kind, changed, problems)
+            if any(found.get(key, pixels) != pixels for key, pixels in of_kind.items()):
+                problems[kind] = "images and videos have the same tensor, and are normalised differently"
+            found |= of_kind
+        if not problems.keys() & set(together):
+            processor, formats = changed, formats | found
     return Compact(processor, formats, problems)
 
 
+def _kinds_by_tensors(layout: MediaLayout, kinds: Iterable[MediaKind]) -> list[tuple[MediaKind, ...]]:
+    """Return the kinds of images and videos that have tensors in common with some kinds, in groups."""
+    shared = any({"image", "video"} <= set(tensor.kinds) for tensor in layout.values())
+    known = {kind for tensor in layout.values() for kind in tensor.kinds}
+    chosen: list[MediaKind] = [kind for kind in ("image", "video") if kind in known and kind in set(kinds)]
+    if shared and chosen:
+        return [("image", "video")]
+    return [(kind,) for kind in chosen]
+
+
 def _try_kind(
-    encoder: Encoder, kind: MediaKind, processor: Processor
+    encoder: Encoder, kind: MediaKind, processor: Processor, problems: dict[MediaKind, str]
 ) -> tuple[Processor, dict[str, PixelFormat]]:
-    """Return ``processor`` without normalising media of a kind, and the formats of its bytes."""
-    if not has_own_call(encoder.processor):
-        raise _CannotCompact(f"the call of {type(encoder.processor).__name__} is not that of transformers")
-    part = getattr(encoder.processor, f"{kind}_processor", None)
-    options: dict[str, Any] = {name: False for name in _TURNED_OFF if getattr(part, name, False)}
-    if not options:
-        raise _CannotCompact(f"{type(part).__name__} has no do_rescale and do_normalize that are on")
-    frames = int(getattr(part, "temporal_patch_size", 1)) if kind == "image" else 1
-    if frames > 1:
-        options["temporal_patch_size"] = 1
-    if kind == "image" and hasattr(part, "process_image"):
-        options["process_image"] = _ToTensor(part)
-    changed = with_options(processor, kind, tuple(options.items()))
-    conversation = _random_media(kind)
-    expected = encoder.encode(conversation)
-    actual = type(encoder)(changed, encoder.family).encode(conversation)
-    return changed, _find_formats(encoder, expected, actual, _normalisation(part), frames)
+    """Return ``processor`` without normalising media of a kind, and the formats of its bytes.
+
+    If that is wrong, ``processor`` itself, and ``problems`` gets the reason.
+    """
+    try:
+        if not has_own_call(encoder.processor):
+            name = type(encoder.processor).__name__
+            raise _CannotCompact(f"the call of {name} is not that of transformers")
+        part = getattr(encoder.processor, f"{kind}_processor", None)
+        options: dict[str, Any] = {name: False for name in _TURNED_OFF if getattr(part, name, False)}
+        if not options:
+            raise _CannotCompact(f"{type(part).__name__} has no do_rescale and do_normalize that are on")
+        frames = int(getattr(part, "temporal_patch_size", 1)) if kind == "image" else 1
+        if frames > 1:
+            options["temporal_patch_size"] = 1
+        if kind == "image" and getattr(part, "backend", "") == "torchvision":
+            options["process_image"] = _ToTensor(part)
+        changed = with_options(processor, kind, tuple(options.items()))
+        conversation = _random_media(kind)
+        expected = encoder.encode(conversation)
+        actual = type(encoder)(changed, encoder.family).encode(conversation)
+        return changed, _find_formats(encoder, expected, actual, _normalisation(part), frames)
+    except _CannotCompact as error:
+        problems[kind] = str(error)
+    except (PackhorseError, *_TRIAL_ERRORS) as error:
+        problems[kind] = f"it fails without normalising: {type(error).__name__}: {error}"
+    return processor, {}
 
 
 class _ToTensor:
@@ -186,6 +209,8 @@ def _candidates(
     pixels: torch.Tensor, pair: tuple[list[float], list[float]], frames: int
 ) -> list[PixelFormat]:
     """Return the formats that differ in where a tensor has its channels."""
+    from packhorse.families.pixels import PixelFormat
+
     mean, std = map(tuple, pair)
     channels: list[Any] = ["first"] if pixels.shape[-1] % len(mean) == 0 else []
     if frames == 1:

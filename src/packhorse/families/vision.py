@@ -267,24 +267,21 @@ def _supply_indices(
         return None
     kept = {name: value for name, value in options.items() if name not in VARLEN_ARGUMENTS}
     if "cu_seqlens" not in kept:
-        kept |= _compute_on_cpu(tower, (*arguments, *kept.values())[0].device, kept, arguments)
+        kept |= _compute_on_cpu(tower, kept["grid_thw"] if "grid_thw" in kept else arguments[1])
     return arguments, kept
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _compute_on_cpu(
-    tower: Any, device: torch.device, options: Mapping[str, Any], arguments: tuple[Any, ...]
-) -> dict[str, Any]:
+def _compute_on_cpu(tower: Any, grids: torch.Tensor) -> dict[str, Any]:
     """Return the indices for a call of the tower; the CPU waits for the grids, and for nothing else."""
     indices = VisionIndices.of(tower)
     if indices is None:
         return {}
-    grids = options["grid_thw"] if "grid_thw" in options else arguments[1]
     computed = indices.compute(grids.cpu())
-    if device.type == "cuda":  # copies from other memory wait for the device
+    if grids.device.type == "cuda":  # copies from other memory wait for the device
         computed = {
             name: value.pin_memory() if isinstance(value, torch.Tensor) else value
             for name, value in computed.items()
         }
-    moved: dict[str, Any] = to_device(computed, device)
+    moved: dict[str, Any] = to_device(computed, grids.device)
     return moved

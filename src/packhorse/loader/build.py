@@ -18,6 +18,7 @@ from functools import cache, partial
 from itertools import groupby
 from logging import getLogger
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,22 +31,13 @@ from packhorse.collate.packer import Packer
 from packhorse.collate.padded import collate_samples, order_rows
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, data_errors
+from packhorse.families.pixels import PixelFormat, join_formats
 from packhorse.families.router_loss import ROUTER_MASK, has_router_loss
 from packhorse.loader.config import LoaderConfig, as_dtype
 from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.startup import ModelInfo, attn_backend
 from packhorse.pp_media import prepare_vlm_media_for_pp
-from packhorse.types import (
-    MEDIA_KINDS,
-    Batch,
-    BatchInfo,
-    Drop,
-    MediaMask,
-    PixelFormat,
-    Sample,
-    WorkItem,
-    expand_tensors,
-)
+from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaMask, Sample, WorkItem
 from packhorse.utils import pool
 
 logger = getLogger("packhorse.loader")
@@ -121,10 +113,16 @@ def restore_random_state() -> Iterator[None]:
 
 
 class Built(NamedTuple):
-    """A batch and the ledger entries of building it."""
+    """A batch, the ledger entries of building it, and the formats of its tensors that hold bytes."""
 
     batch: Batch
     drops: tuple[Drop, ...] = ()
+    formats: Mapping[str, PixelFormat] = MappingProxyType({})
+
+    @property
+    def with_pixels(self) -> Batch:
+        """The batch, with pixels in place of bytes."""
+        return self.batch | join_formats(self.batch, self.formats) if self.formats else self.batch
 
 
 Row = list[tuple[int | None, Sample]]
@@ -150,23 +148,25 @@ class BatchBuilder:
         for pack in item.packs:
             rows += self.split_rows([(index, sample) for index in pack for sample in self.documents(index)])
         rows, batch = self._collate_usable(rows, item.media_mask)
-        pixels, microbatches = self._pixel_formats(batch), self.config.pipeline_microbatches
+        formats, microbatches = self._pixel_formats(batch), self.config.pipeline_microbatches
         if not item.keep_bytes or microbatches is not None:
-            batch, pixels = {**batch, **expand_tensors(batch, pixels)}, {}
+            pixels = join_formats(batch, formats)
+            batch |= {key: value.expand_on(None) for key, value in pixels.items()}
+            formats = {}
         if microbatches is not None:
             batch = dict(prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), microbatches))
-        elif self.model.vision is not None:
+        elif self.model.vision is not None and self.config.mode == "pack":
+            # Not in padded batches: generate() rejects inputs that it does not know.
             batch |= self.model.vision.of_batch(batch)
         info = self._describe(item, self.in_order(rows), batch, time.perf_counter() - started)
-        info = replace(info, pixels=pixels)
         inputs = loss_inputs(batch)
         if self.config.task == "preference":  # model(**batch) must not train on rejected answers
             info = replace(info, labels=inputs.pop("labels"))
             del inputs["shift_labels"]
-        return Built(Batch(inputs, info))
+        return Built(Batch(inputs, info), formats=formats)
 
     def _pixel_formats(self, batch: Mapping[str, Any]) -> dict[str, PixelFormat]:
-        """Return the tensors of a batch whose pixels are bytes, with what they become."""
+        """Return the formats of the tensors of a batch that hold bytes."""
         compact = self.samples.encoder.compact
         formats = {} if compact is None else compact.formats
         return {key: replace(one, dtype=self.pixel_dtype) for key, one in formats.items() if key in batch}

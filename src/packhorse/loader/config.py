@@ -88,11 +88,10 @@ class LoaderConfig:
             None takes the model's, or ``"sdpa"`` without a model. A model that runs another one raises.
         pixel_dtype: dtype that pixels are converted to, such as ``"bfloat16"``; None takes the model's, or
             leaves pixels as they are.
-        pixels: ``"compact"``: batches are yielded with pixels as bytes, which :func:`packhorse.to_device`
-            (``batch.to``) and :func:`packhorse.model_inputs` turn into what the processor returns, on the
-            device; if that is right for the processor, which is tried out at the start. ``"auto"`` does so
-            for ``TrainFromLoader``, Accelerate and Lightning, which move batches so; in a loop of your own,
-            batches hold what the processor returns. ``"processor"``: always.
+        pixels: ``"compact"``: pixels are bytes until the batch is moved to a device, and become what the
+            processor returns there; if that is right for the processor, which is tried out at the start.
+            ``"auto"`` does so for ``TrainFromLoader``, Accelerate and Lightning; in a loop of your own,
+            batches have plain tensors. ``"processor"``: plain tensors everywhere.
         alignment: pad each document to a multiple of this many tokens (2 x context-parallel size).
         on_overlong: drop and record samples that are longer than a pack, truncate them, or raise.
         on_bad: drop and record samples that fail, or raise.

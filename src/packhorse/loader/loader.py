@@ -6,13 +6,13 @@ workers. The resume state is a handful of integers.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from packhorse.chat import Processor
 
-logger = getLogger("packhorse.loader")
+logger = logging.getLogger("packhorse.loader")
 
 
 @dataclass
@@ -139,7 +139,8 @@ class Loader:
         self.attn_implementation = attn_backend(config, opened.model) if config.mode == "pack" else None
         self._samples, self._planner = self._startup.samples, self._startup.planner
         if config.pixels != "processor":
-            self._samples = compact_samples(self._samples, self._startup.media_mask, config.pixels)
+            self._samples = compact_samples(self._samples, self._startup.media_mask)
+            self._log_pixels()
         self._templates = deepcopy(chat_templates(self.processor))  # a dict of them may be changed in place
         # Schedule all packs over all ranks; with shard_data each rank schedules its own.
         self._plan_world = World() if config.shard_data else self.world
@@ -169,6 +170,13 @@ class Loader:
         self._undelivered: tuple[Drop, ...] = ()  # entries of a batch at which the run was stopped
         self._state = LoaderState().under(self._layout)
         self._current = self._ranks.run_on_all_ranks("plan the packs", self._plan_epoch)
+
+    def _log_pixels(self) -> None:
+        """Log for which media pixels cannot be bytes; as a warning if they were to be."""
+        compact = self._samples.encoder.compact
+        level = logging.WARNING if self.config.pixels == "compact" else logging.INFO
+        for kind, problem in compact.problems.items() if compact is not None and not self.world.rank else ():
+            logger.log(level, "pixels of %ss are sent as the processor returns them: %s", kind, problem)
 
     def _choose_num_workers(self) -> int:
         cores = self._ranks.share_cores()  # a collective: called on every rank, whatever its settings
@@ -266,10 +274,7 @@ class Loader:
         return self._iterate(keep_bytes=self.config.pixels == "compact")
 
     def compact_batches(self) -> Iterator[Batch]:
-        """Iterate as ``iter`` does, with pixels as bytes where they can be (see ``LoaderConfig.pixels``).
-
-        For code that moves batches with :func:`packhorse.to_device` or ``batch.to``, which expand them.
-        """
+        """Iterate as ``iter`` does with ``pixels="compact"``, for trainers, which move batches."""
         return self._iterate(keep_bytes=True)
 
     def _iterate(self, *, keep_bytes: bool) -> Iterator[Batch]:
@@ -297,7 +302,7 @@ class Loader:
             if epoch is not self._current:
                 return  # set_epoch or load_state_dict was called
             self._deliver(built, time.perf_counter() - requested)
-            yield built.batch
+            yield built.with_pixels
             if not epoch.over:  # before the next one is built: workers have a copy of the processor
                 self._check_templates()
             requested = time.perf_counter()

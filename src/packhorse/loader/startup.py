@@ -10,12 +10,12 @@ millisecond per row).
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from logging import getLogger
 from os import PathLike
 from typing import Any
 
@@ -62,7 +62,7 @@ from packhorse.formats.meta import (
     row_format,
 )
 from packhorse.ledger import Ledger
-from packhorse.loader.config import LoaderConfig, Pixels
+from packhorse.loader.config import LoaderConfig
 from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.planner import Planner
 from packhorse.media.source import is_address
@@ -71,7 +71,7 @@ from packhorse.types import MEDIA_KINDS, Conversation, MediaMask, Rows, Task, Wo
 from packhorse.utils.pool import Engine, LocalEngine
 from packhorse.utils.progress import Progress
 
-logger = logging.getLogger("packhorse.loader")
+logger = getLogger("packhorse.loader")
 
 _MAX_ROWS_WITHOUT_PROCESSES = 20_000  # starting processes takes some seconds
 _BLOCK = 256
@@ -225,22 +225,13 @@ def encoding_dataset(config: LoaderConfig, opened: OpenedData, capacity: int) ->
     )
 
 
-def compact_samples(
-    samples: PreTokenizedDatasetWrapper, media_mask: MediaMask, pixels: Pixels
-) -> PreTokenizedDatasetWrapper:
-    """Return a dataset whose pixels are bytes, for the media that rows have and where that is right.
-
-    Logs for which media it is not; as a warning if ``pixels`` is ``"compact"``.
-    """
-    kinds = [kind for kind in media_mask.kinds if kind != "audio"]
-    if not kinds:
+def compact_samples(samples: PreTokenizedDatasetWrapper, media_mask: MediaMask) -> PreTokenizedDatasetWrapper:
+    """Return a dataset whose pixels are bytes, for the media that rows have and where that is right."""
+    if not media_mask & ~MediaMask.AUDIO:
         return samples
-    compact = find_compact(samples.encoder, kinds)
-    level = logging.WARNING if pixels == "compact" else logging.INFO
-    for kind, problem in compact.problems.items():
-        logger.log(level, "pixels of %ss are sent as the processor returns them: %s", kind, problem)
     changed = copy(samples)
-    changed.encoder = Encoder(samples.processor, samples.family, compact if compact.formats else None)
+    compact = find_compact(samples.encoder, media_mask.kinds)
+    changed.encoder = Encoder(samples.processor, samples.family, compact)
     return changed
 
 
