@@ -1,15 +1,17 @@
-"""Cost of training on samples and packs, in floating-point operations.
+"""Cost of training on samples and packs: counted in operations, or measured in seconds.
 
 Per token and pair of tokens of a document for the language model (layers with a window or chunks compute
-fewer pairs, layers with a state none), per patch and pair of patches of a media item for the vision encoder.
-Packs of equal length differ by up to a factor of two.
+fewer pairs, layers with a state none); per patch, pair of patches and media item for the vision encoder; and
+per pack. Packs of equal length differ by up to a factor of two. :mod:`packhorse.plan.cost_fit` fits the
+weights to measured times.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +24,14 @@ if TYPE_CHECKING:
     from packhorse.plan.pack_plan import PackPlan
 
 PairWeights: TypeAlias = tuple[tuple[int, float], ...]
+Unit: TypeAlias = Literal["operations", "seconds"]
+
+_SINGLE = ("token", "token_pair", "patch", "patch_pair", "item", "pack")
 
 
 @dataclass(frozen=True, slots=True)
 class CostWeights:
-    """Floating-point operations of a forward pass (or any other unit of cost).
+    """Weights of what a sample or pack consists of; its cost is their sum.
 
     The defaults are for a language model of 7 B parameters with a vision encoder of 0.6 B.
 
@@ -39,6 +44,11 @@ class CostWeights:
         window_pairs: attention with a sliding window: for each window its tokens, and the weight of each
             of its pairs (see :func:`token_pairs`).
         chunk_pairs: the same for attention inside chunks.
+        item: for each image and video, in addition to its patches: operations that take longer than their
+            number suggests, because they are small.
+        pack: for each pack, whatever is in it.
+        unit: ``"operations"``, floating-point operations of a forward pass, if the weights were computed from
+            a model's sizes; ``"seconds"`` of a training step if they were measured.
     """
 
     token: float = 1.41e10
@@ -47,9 +57,12 @@ class CostWeights:
     patch_pair: float = 1.64e5
     window_pairs: PairWeights = ()
     chunk_pairs: PairWeights = ()
+    item: float = 0.0
+    pack: float = 0.0
+    unit: Unit = "operations"
 
     def __post_init__(self) -> None:
-        for name in ("token", "token_pair", "patch", "patch_pair"):
+        for name in _SINGLE:
             weight = getattr(self, name)
             if weight < 0 or (name == "token" and weight == 0):
                 raise ConfigError.of(name, weight, "expected 0 or more, and more than 0 for token")
@@ -57,6 +70,27 @@ class CostWeights:
             if any(tokens < 1 or weight < 0 for tokens, weight in getattr(self, name)):
                 expected = "expected tokens of at least 1 and weights of 0 or more"
                 raise ConfigError.of(name, getattr(self, name), expected)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the weights, in the order of :meth:`values` and :func:`cost_features`."""
+        local = {"window": self.window_pairs, "chunk": self.chunk_pairs}
+        return (*_SINGLE, *(f"{kind}_pair {tokens}" for kind, pairs in local.items() for tokens, _ in pairs))
+
+    def values(self) -> Floats:
+        """Return all weights as an array."""
+        local = (weight for pairs in (self.window_pairs, self.chunk_pairs) for _, weight in pairs)
+        return np.array([*(getattr(self, name) for name in _SINGLE), *local], np.float64)
+
+    def with_values(self, values: npt.ArrayLike, unit: Unit) -> CostWeights:
+        """Return weights of the same windows and chunks with other values, ordered as in :meth:`values`."""
+        numbers = [float(value) for value in np.asarray(values, np.float64)]
+        single, local = dict(zip(_SINGLE, numbers, strict=False)), iter(numbers[len(_SINGLE) :])
+        window_pairs, chunk_pairs = (
+            tuple((tokens, next(local)) for tokens, _ in pairs)
+            for pairs in (self.window_pairs, self.chunk_pairs)
+        )
+        return replace(self, **single, window_pairs=window_pairs, chunk_pairs=chunk_pairs, unit=unit)
 
     @classmethod
     def of_model(cls, config: Config) -> CostWeights:
@@ -125,6 +159,7 @@ def sample_costs(
     *,
     patches: npt.ArrayLike | None = None,
     patch_pairs: npt.ArrayLike | None = None,
+    items: npt.ArrayLike | None = None,
 ) -> Floats:
     """Return the cost of each sample, which is the same in any pack.
 
@@ -134,18 +169,53 @@ def sample_costs(
         patches: vision patches of each sample; none if not given.
         patch_pairs: the sum of ``m * m`` over the media (or frames, if the encoder attends within a frame) of
             ``m`` patches of each sample; None assumes one media item per sample.
+        items: images and videos of each sample; None assumes one for each sample with patches.
     """
-    tokens = np.asarray(lengths, np.float64)
-    costs: Floats = weights.token * tokens + weights.token_pair * tokens**2
-    for window, weight in weights.window_pairs:
-        costs += weight * token_pairs(tokens, window=window)
-    for chunk, weight in weights.chunk_pairs:
-        costs += weight * token_pairs(tokens, chunk=chunk)
-    if patches is not None:
-        vision = np.asarray(patches, np.float64)
-        pairs = vision**2 if patch_pairs is None else np.asarray(patch_pairs, np.float64)
-        costs += weights.patch * vision + weights.patch_pair * pairs
+    costs = np.zeros(len(np.asarray(lengths)), np.float64)
+    for weight, feature in zip(
+        weights.values(), _features(lengths, weights, patches, patch_pairs, items), strict=True
+    ):
+        if weight:
+            costs += weight * feature
     return costs
+
+
+def cost_features(
+    lengths: npt.ArrayLike,
+    weights: CostWeights,
+    *,
+    patches: npt.ArrayLike | None = None,
+    patch_pairs: npt.ArrayLike | None = None,
+    items: npt.ArrayLike | None = None,
+) -> Floats:
+    """Return what the weights of each sample are multiplied with: [samples, ``len(weights.names)``].
+
+    Takes the arguments of :func:`sample_costs`. The column of ``pack`` is 0: a sample is no pack. The
+    features of a pack or step are the sums of those of its samples, and its packs.
+    """
+    return np.stack(list(_features(lengths, weights, patches, patch_pairs, items)), axis=1)
+
+
+def _features(
+    lengths: npt.ArrayLike,
+    weights: CostWeights,
+    patches: npt.ArrayLike | None,
+    patch_pairs: npt.ArrayLike | None,
+    items: npt.ArrayLike | None,
+) -> Iterator[Floats]:
+    """Yield the feature of each weight, one by one: together they are large for millions of samples."""
+    tokens = np.asarray(lengths, np.float64)
+    vision = np.zeros_like(tokens) if patches is None else np.asarray(patches, np.float64)
+    yield tokens
+    yield tokens**2
+    yield vision
+    yield vision**2 if patch_pairs is None else np.asarray(patch_pairs, np.float64)
+    yield (vision > 0).astype(np.float64) if items is None else np.asarray(items, np.float64)
+    yield np.zeros_like(tokens)
+    for window, _ in weights.window_pairs:
+        yield token_pairs(tokens, window=window)
+    for chunk, _ in weights.chunk_pairs:
+        yield token_pairs(tokens, chunk=chunk)
 
 
 def token_pairs(lengths: npt.ArrayLike, *, window: int | None = None, chunk: int | None = None) -> Floats:
@@ -184,9 +254,9 @@ def patch_pairs_of(media_patches: npt.ArrayLike, offsets: npt.ArrayLike, frames:
     return pairs
 
 
-def pack_costs(plan: PackPlan, costs: npt.ArrayLike) -> Floats:
-    """Return the cost of each pack, from :func:`sample_costs`."""
-    totals: Floats = plan.sums(np.asarray(costs, np.float64))
+def pack_costs(plan: PackPlan, costs: npt.ArrayLike, pack: float = 0.0) -> Floats:
+    """Return the cost of each pack, from :func:`sample_costs` and the weight of a ``pack``."""
+    totals: Floats = plan.sums(np.asarray(costs, np.float64)) + pack
     return totals
 
 
