@@ -4,9 +4,10 @@
 
 Forward and backward of every pack are timed on one GPU (a model of 1.9 billion parameters in the shape of
 Qwen3-VL, bfloat16, random weights, packs of 8,192 tokens, varlen) for two mixes: many images, and long texts
-with few. The better of two passes counts; there is no optimizer step. The packs are then assigned to steps of
-8 simulated ranks. Reported is the slowest rank of a step over the mean, averaged over all steps and over 20
-shuffles, for
+with few. After a pass over all packs, the better of two more counts; there is no optimizer step. As in
+training, nothing waits for the GPU: events in its stream measure the time. The packs are then assigned to
+steps of 8 simulated ranks. Reported is the slowest rank of a step over the mean, averaged over all steps and
+over 20 shuffles, for
 
 - packs in random order, and sorted by patches;
 - ``order_packs`` with the costs of the default weights, of weights fitted to the other mix, and to this one;
@@ -17,13 +18,14 @@ shuffles, for
 images, its supervised tokens and both times. ``--times`` repeats fits and schedules from such a file on any
 machine. ``--vision`` is that setting of ``packhorse.prepare``.
 
-Four minutes on an H200. ``--quick`` tries the script out on a CPU with a small model; nothing is said about
+Six minutes on an H200. ``--quick`` tries the script out on a CPU with a small model; nothing is said about
 balance then. Needs what ``gpu_train.py`` needs, and scipy for the fits: without it only times are measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import inspect
 import json
@@ -51,6 +53,7 @@ from promises import fact, make_parser, parse, promise, record_outcome, write_at
 
 RANKS = 8
 SHUFFLES = 20
+PASSES = 2
 MOST_UNEVEN = 1.03
 FIT_ERROR = 1e-3
 MIXES = ("image-heavy", "long text")
@@ -158,26 +161,44 @@ def time_packs(setup: Setup, name: str) -> list[Pack]:
     if len(fed) < setup.options.packs:
         raise RuntimeError(f"{name}: {len(fed)} packs, {setup.options.packs} are needed: write more rows")
     packs = [features_of(one) for one in fed]
-    warm_up = sorted(fed, key=lambda one: -sum(features_of(one)["images"]))[:1] + fed[:2]
-    log(f"{name}: {len(fed)} packs of {sum(one.tokens for one in fed):,} tokens; warming up")
-    for one in warm_up:
-        time_pack(setup, one)
-    for number in range(2):
-        for pack, one in zip(packs, fed, strict=True):
-            pack["seconds"].append(time_pack(setup, one))
-        log(f"{name}: pass {number + 1} took {sum(pack['seconds'][number] for pack in packs):.1f} s")
+    log(f"{name}: {len(fed)} packs of {sum(one.tokens for one in fed):,} tokens")
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # a collection takes as long as a pack
+    try:
+        # The first pass warms up: most packs have sizes for which no memory was allocated before.
+        for number in range(PASSES + 1):
+            seconds = time_pass(setup, fed)
+            log(f"{name}: {f'pass {number}' if number else 'warm-up'} took {sum(seconds):.1f} s")
+            for pack, took in zip(packs, seconds, strict=True):
+                pack["seconds"] += [took] if number else []
+    finally:
+        gc.enable()
     free_memory()
     return packs
 
 
-def time_pack(setup: Setup, one: Fed) -> float:
-    """Return the seconds of forward and backward."""
-    batch = to_device(one.batch, setup.device)
+def time_pass(setup: Setup, fed: list[Fed]) -> list[float]:
+    """Return the seconds of forward and backward of each pack, one after the other without waiting."""
+    marks: list[tuple[Any, Any]] = []
+    for one in fed:
+        batch = to_device(one.batch, setup.device)
+        started = mark(setup)
+        gpu_train.step(setup, batch, None)
+        marks.append((started, mark(setup)))
     setup.synchronize()
-    started = time.perf_counter()
-    gpu_train.step(setup, batch, None)
-    setup.synchronize()
-    return time.perf_counter() - started
+    if setup.device == "cpu":
+        return [ended - started for started, ended in marks]
+    return [started.elapsed_time(ended) / 1000 for started, ended in marks]
+
+
+def mark(setup: Setup) -> Any:
+    """Return this moment: of the GPU's stream, or by the clock."""
+    if setup.device == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def features_of(one: Fed) -> Pack:
@@ -269,15 +290,16 @@ def uneven(packs: list[Pack], weights: dict[str, CostWeights]) -> dict[str, floa
         ),
     }
     found = {name: mean_ratio(best, order) for name, order in ways.items()}
+    masks = np.minimum(patches, 1)
     for name, one in weights.items():
-        found[name] = mean_ratio(best, schedule_of(table_of(packs, one) @ one.values()))
-    found["known times"] = mean_ratio(second, schedule_of(first))
+        found[name] = mean_ratio(best, schedule_of(table_of(packs, one) @ one.values(), masks))
+    found["known times"] = mean_ratio(second, schedule_of(first, masks))
     return found
 
 
-def schedule_of(costs: Floats) -> Callable[[int], Integers]:
-    """Return how ``order_packs`` schedules packs of these costs in each epoch."""
-    return lambda epoch: order_packs(costs, RANKS, epoch=epoch).steps.reshape(-1)
+def schedule_of(costs: Floats, media_masks: Integers) -> Callable[[int], Integers]:
+    """Return how packs of these costs are scheduled in each epoch, as the loader does."""
+    return lambda epoch: order_packs(costs, RANKS, media_masks=media_masks, epoch=epoch).steps.reshape(-1)
 
 
 def mean_ratio(times: Floats, order: Callable[[int], Integers]) -> float:
