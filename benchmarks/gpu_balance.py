@@ -154,7 +154,7 @@ def attention_of(setup: Setup) -> str:
 def time_packs(setup: Setup, name: str) -> list[Pack]:
     """Return features and both times of the packs of a mix."""
     fed = []
-    for one in load_batches(setup, attn_implementation=attention_of(setup)):
+    for one in load_batches(setup, attn_implementation=attention_of(setup), pad_to_size=False):
         fed.append(one)
         if len(fed) == setup.options.packs:
             break
@@ -227,6 +227,7 @@ def table_of(packs: list[Pack], weights: CostWeights) -> Floats:
         media = cost_features(np.zeros_like(images), weights, patches=images).sum(axis=0)
         rows.append(documents + media)
     table = np.stack(rows)
+    table[:, weights.names.index("encoder")] = [bool(pack["images"]) for pack in packs]
     table[:, weights.names.index("pack")] = 1
     return table
 
@@ -258,7 +259,8 @@ def judge(times: Times, quick: bool) -> None:
     }
     for name, fit in fits.items():
         fact(f"{name}: {len(mixes[name])} packs", fit.describe())
-        fact(f"{name}: weights over the default ones", describe_weights(fit.weights, default))
+        for way, weights in {"fitted": fit.weights, "default": default}.items():
+            fact(f"{name}: shares of the time, {way}", describe_weights(mixes[name], weights))
     for name, packs in mixes.items():
         (other,) = (fit.weights for mix, fit in fits.items() if mix != name)
         found = uneven(packs, {"default": default, "other mix": other, "same mix": fits[name].weights})
@@ -311,11 +313,12 @@ def mean_ratio(times: Floats, order: Callable[[int], Integers]) -> float:
     return float(np.mean(ratios))
 
 
-def describe_weights(weights: CostWeights, default: CostWeights) -> str:
-    """Return each weight over the default one, both relative to those of tokens."""
-    values, usual = weights.values(), default.values()
-    shares = zip(default.names, values / values[0], usual / usual[0], strict=True)
-    return ", ".join(f"{name} {a / b:.2f}x" if b else f"{name} {a:.3g} tokens" for name, a, b in shares)
+def describe_weights(packs: list[Pack], weights: CostWeights) -> str:
+    """Return the share of the predicted time that is due to each weight."""
+    parts = table_of(packs, weights).sum(axis=0) * weights.values()
+    return ", ".join(
+        f"{name} {part:.1%}" for name, part in zip(weights.names, parts / parts.sum(), strict=True)
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Fit the weights of the cost model to measured times.
 
 Measured times have outliers: steps in which the loop waited for data, evaluated, or saved a checkpoint. Some
-features hardly differ between packs, such as their tokens. So the fit gives little weight to
-times that are far from it, and stays near the weights before wherever the times say nothing.
+features hardly differ between packs, such as their tokens. So times that are far from the fit do not count,
+and it stays near the weights before wherever the times do not determine it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,12 @@ from packhorse.types import Floats
 _ROUNDS = 50
 _TUNING = 4.685  # of Tukey's bisquare: 95 % as efficient as least squares where there are no outliers
 _LEAST_NOISE = 0.003  # no clock and no kernel is more regular than that
-_DOUBT = 1.0  # standard deviation of the factor by which a weight before the fit may be wrong
-_SHARE = 0.1  # likewise of the share of the time of a feature that had no weight
+# How many times itself a weight may well change by, or what share of the time a new one may well have: 1, and
+# less for these. So if all packs have as many tokens, the common part of the time is due to tokens.
+_DOUBT = {"encoder": 0.3, "pack": 0.1}
+_TOO_SHORT = 0.05  # share of the median of times
+_PARTS = 5
+_EXPLAINED = 0.8  # of the differences between times, at most this much may be left unexplained
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +35,9 @@ class CostFit:
         weights: in seconds; those before the fit, in their unit, if there were too few measurements.
         measured: the measurements.
         outliers: how many of them do not count.
-        residual: median of the relative difference between measured and fitted times, without outliers.
-        prior_residual: the same of the weights before, scaled to the times.
+        residual: mean relative difference between times that are no outliers and what weights predict that
+            were fitted to other times.
+        prior_residual: the same of the weights before the fit, scaled to the times.
         problem: why the weights were not fitted; empty if they were.
     """
 
@@ -49,15 +54,15 @@ class CostFit:
             return f"cost weights unchanged: {self.problem}"
         return (
             f"cost weights fitted to {self.measured - self.outliers:,} of {self.measured:,} times measured "
-            f"({self.outliers:,} outliers): median error {self.residual:.2%}, was {self.prior_residual:.2%}"
+            f"({self.outliers:,} outliers): mean error {self.residual:.2%}, was {self.prior_residual:.2%}"
         )
 
 
 def fit_weights(features: npt.ArrayLike, seconds: npt.ArrayLike, weights: CostWeights) -> CostFit:
     """Fit weights to measured times by robust non-negative least squares of the relative errors.
 
-    The weights before the fit count like one more measurement of each weight, wrong by a factor of about two:
-    enough for weights that the times do not determine, and soon outvoted otherwise. Deterministic.
+    The weights before the fit count a little: enough for weights that the times do not determine, such as
+    those of tokens and packs if all packs have equally many tokens. Deterministic.
 
     Args:
         features: [measurements, weights], see :func:`~packhorse.plan.cost_model.cost_features`.
@@ -70,45 +75,92 @@ def fit_weights(features: npt.ArrayLike, seconds: npt.ArrayLike, weights: CostWe
         raise ConfigError.of("features", x.shape, expected)
     before = weights.values()
     usable = np.isfinite(y) & (y > 0) & (x @ before > 0)
+    if usable.any():  # the relative error of a short time has no limit
+        usable &= y > _TOO_SHORT * np.median(y[usable])
     x, y, measured = x[usable], y[usable], len(y)
     present = (x > 0).any(axis=0)
     if len(y) <= present.sum():
         problem = f"{len(y)} measured times for {int(present.sum())} weights; more are needed"
         return CostFit(weights, measured, measured - len(y), problem=problem)
     scaled = before * float(np.median(y / (x @ before)))
-    prior_errors = y / (x @ scaled) - 1
-    fitted, errors, counts = _fit(x[:, present], y, scaled[present])
+    doubt = np.array([_DOUBT.get(name, 1.0) for name in weights.names])[present]
+    fitted, counts = _fit(x[:, present], y, scaled[present], doubt)
+    kept = counts > 0
+    held_out = _held_out(x[:, present], y, scaled[present], doubt)
+    residual, prior_residual, constant = (
+        float(np.abs(np.log(predicted[kept] / y[kept])).mean()) if kept.any() else 0.0
+        for predicted in (held_out, x @ scaled, np.full_like(y, np.median(y)))
+    )
+    found = CostFit(weights, measured, measured - int(kept.sum()), residual, prior_residual)
+    if 2 * found.outliers > measured:
+        return replace(found, problem=f"{found.outliers:,} of {measured:,} measured times are outliers")
+    if residual > _EXPLAINED * constant:
+        differ = f"by {constant:.2%} from their median, and by {residual:.2%} from what weights predict"
+        problem = f"{measured:,} measured times hardly depend on what is in the batches: they differ {differ}"
+        return replace(found, problem=problem)
     values = np.where(present, 0.0, scaled)  # what did not occur keeps its proportion
     values[present] = fitted
-    kept = counts > 0
-    return CostFit(
-        weights.with_values(values, "seconds"),
-        measured,
-        measured - int(kept.sum()),
-        float(np.median(np.abs(errors[kept]))),
-        float(np.median(np.abs(prior_errors[kept]))),
-    )
+    token = weights.names.index("token")
+    values[token] = max(values[token], 1e-6 * scaled[token])  # so that every sample costs something
+    return replace(found, weights=weights.with_values(values, "seconds"))
 
 
-def _fit(x: Floats, y: Floats, prior: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return the fitted weights, the relative error of each time, and how much each time counts (0 to 1)."""
+def _held_out(x: Floats, y: Floats, prior: Floats, doubt: Floats) -> Floats:
+    """Return each time as predicted by weights that were fitted without it, in five parts."""
+    predicted = np.empty(len(y))
+    part = np.arange(len(y)) % _PARTS
+    for number in range(min(_PARTS, len(y))):
+        fitted, _ = _fit(x[part != number], y[part != number], prior, doubt)
+        predicted[part == number] = x[part == number] @ fitted
+    return np.maximum(predicted, _TOO_SHORT * float(np.median(y)))
+
+
+def _fit(x: Floats, y: Floats, prior: Floats, doubt: Floats) -> tuple[Floats, Floats]:
+    """Return the fitted weights, and how much each time counts (0 to 1).
+
+    First the least absolute errors, which outliers hardly change; near them the least squared errors, of
+    which those far beyond the noise do not count.
+    """
     from scipy.optimize import nnls  # slow to import, and only needed here
 
-    predicted, noise = x @ prior, np.inf
     # A unit of each column is its weight before, or as much as the whole time if it had none.
-    units = np.where(prior > 0, prior, 1 / (x / predicted[:, None]).mean(axis=0))
-    doubt = np.where(prior > 0, _DOUBT, _SHARE)
-    values, counts = prior, np.ones_like(y)
+    shares = (x / y[:, None]).mean(axis=0)
+    units = np.where(prior > 0, prior, 1 / np.where(shares > 0, shares, 1.0))
+    table, usual = x * units / y[:, None], (prior > 0).astype(np.float64)
+    first, noise = usual, _LEAST_NOISE
+    for _ in range(2):  # the noise says how much the weights before count
+        first = _least_absolute_errors(table, usual, noise / doubt)
+        # As many times as there are weights fit exactly, whatever the noise.
+        errors = np.sort(np.abs(table @ first - 1))[len(first) :]
+        noise = max(_LEAST_NOISE, 1.4826 * float(np.median(errors)))
+    values, ridge = first, noise / doubt
+    counts = np.ones_like(y)
     for _ in range(_ROUNDS):
-        errors = y / predicted - 1
-        noise = max(_LEAST_NOISE, 1.4826 * float(np.median(np.abs(errors - np.median(errors)))))
-        counts = np.clip(1 - (errors / (_TUNING * noise)) ** 2, 0, None) ** 2
-        rows = np.sqrt(counts)[:, None] / noise
-        table = np.concatenate([rows * (x * units / predicted[:, None]), np.diag(1 / doubt)])
-        target = np.concatenate([rows[:, 0] * y / predicted, (prior > 0) / doubt])
-        found = nnls(table, target)[0] * units
-        moved = float(np.abs(x @ found / predicted - 1).max())
-        values, predicted = found, np.maximum(x @ found, 0.01 * predicted)
-        if moved < 1e-6:
+        counts = np.clip(1 - ((table @ values - 1) / (_TUNING * noise)) ** 2, 0, None) ** 2
+        rows = np.sqrt(counts)
+        with_prior = np.concatenate([rows[:, None] * table, np.diag(ridge)])
+        before, values = values, nnls(with_prior, np.concatenate([rows, ridge * first]))[0]
+        if np.abs(table @ (values - before)).max() < 1e-6:
             break
-    return values, y / predicted - 1, counts
+    return values * units, counts
+
+
+def _least_absolute_errors(table: Floats, usual: Floats, penalty: Floats) -> Floats:
+    """Return the values of least absolute errors of ``table @ values`` from 1, near the usual values.
+
+    A linear program: each error, and each distance from the usual value, is a variable of its own.
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import block_array, csc_array, eye_array
+
+    number, width = table.shape
+    both = csc_array(np.concatenate([table, np.eye(width)]))
+    distances = eye_array(number + width)
+    bounds = np.concatenate([np.ones(number), usual])
+    found = linprog(
+        np.concatenate([np.zeros(width), np.ones(number), penalty]),
+        A_ub=block_array([[both, -distances], [-both, -distances]], format="csc"),
+        b_ub=np.concatenate([bounds, -bounds]),
+    )
+    values: Floats = usual if found.x is None else found.x[:width]
+    return values

@@ -8,10 +8,12 @@ weights to measured times.
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +25,14 @@ from packhorse.types import MEDIA_KINDS, Floats, Integers, MediaMask
 if TYPE_CHECKING:
     from packhorse.plan.pack_plan import PackPlan
 
+# What small kernels of the vision encoder cost beyond their operations, in patches: each image, and each call
+# of the encoder. Measured on an H200, see docs/explanation/planning.md.
+_ITEM_PATCHES, _ENCODER_PATCHES = 320, 8192
+
 PairWeights: TypeAlias = tuple[tuple[int, float], ...]
 Unit: TypeAlias = Literal["operations", "seconds"]
 
-_SINGLE = ("token", "token_pair", "patch", "patch_pair", "item", "pack")
+_SINGLE = ("token", "token_pair", "patch", "patch_pair", "item", "encoder", "pack")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,7 @@ class CostWeights:
         chunk_pairs: the same for attention inside chunks.
         item: for each image and video, in addition to its patches: operations that take longer than their
             number suggests, because they are small.
+        encoder: for each pack with images or videos: the vision encoder is called.
         pack: for each pack, whatever is in it.
         unit: ``"operations"``, floating-point operations of a forward pass, if the weights were computed from
             a model's sizes; ``"seconds"`` of a training step if they were measured.
@@ -58,18 +65,24 @@ class CostWeights:
     window_pairs: PairWeights = ()
     chunk_pairs: PairWeights = ()
     item: float = 0.0
+    encoder: float = 0.0
     pack: float = 0.0
     unit: Unit = "operations"
 
     def __post_init__(self) -> None:
         for name in _SINGLE:
             weight = getattr(self, name)
-            if weight < 0 or (name == "token" and weight == 0):
+            if not 0 <= weight < float("inf") or (name == "token" and weight == 0):
                 raise ConfigError.of(name, weight, "expected 0 or more, and more than 0 for token")
         for name in ("window_pairs", "chunk_pairs"):
             if any(tokens < 1 or weight < 0 for tokens, weight in getattr(self, name)):
                 expected = "expected tokens of at least 1 and weights of 0 or more"
                 raise ConfigError.of(name, getattr(self, name), expected)
+
+    @property
+    def basis(self) -> str:
+        """What a balance by these weights is predicted from."""
+        return "operations" if self.unit == "operations" else "measured times"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,6 +105,50 @@ class CostWeights:
         )
         return replace(self, **single, window_pairs=window_pairs, chunk_pairs=chunk_pairs, unit=unit)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the weights as plain values, for JSON."""
+        return {name: _as_lists(value) for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CostWeights:
+        """Return the weights of :meth:`to_dict`; other names raise, but for ``measured``, a remark."""
+        known = [setting.name for setting in fields(cls)]
+        given = {str(name): value for name, value in values.items() if name != "measured"}
+        if unknown := sorted(given.keys() - set(known)):
+            expected = f"expected {', '.join(known)}"
+            raise ConfigError.of("cost_weights", unknown[0], expected)
+        if given.get("unit", "operations") not in get_args(Unit):
+            raise ConfigError.of("unit", given["unit"], f"expected one of {', '.join(get_args(Unit))}")
+        try:
+            for name in ("window_pairs", "chunk_pairs"):
+                given[name] = tuple((int(tokens), float(weight)) for tokens, weight in given.get(name, ()))
+            given |= {name: float(given[name]) for name in _SINGLE if name in given}
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"cost_weights are not numbers: {error}", setting="cost_weights") from error
+        return cls(**given)
+
+    @classmethod
+    def of(cls, given: CostWeights | Mapping[str, Any] | str | os.PathLike[str]) -> CostWeights:
+        """Return weights as they are, from plain values, or from a JSON file of ``packhorse calibrate``.
+
+        Raises:
+            ConfigError: the file cannot be read, or has something else in it.
+        """
+        if isinstance(given, CostWeights):
+            return given
+        if isinstance(given, Mapping):
+            return cls.from_dict(given)
+        path = os.fspath(given)
+        try:
+            with open(path, "rb") as file:
+                values = json.load(file)
+        except (OSError, ValueError) as error:
+            message = f"cost_weights {path} cannot be read ({error}): `packhorse calibrate` writes a file"
+            raise ConfigError(message, setting="cost_weights", path=path) from error
+        if not isinstance(values, Mapping):
+            raise ConfigError.of("cost_weights", path, "expected a JSON object with a number for each weight")
+        return cls.from_dict(values)
+
     @classmethod
     def of_model(cls, config: Config) -> CostWeights:
         """Return the weights of a model, from its transformers config or a mapping with the same names.
@@ -107,6 +164,9 @@ class CostWeights:
 
         - patch: ``l * (8h² + 4hi)``, and with window attention the pairs inside the window
         - patch pair: ``4h`` for each layer that attends over the whole media item
+
+        In addition, each image costs as much as 320 patches more, and each call of the vision encoder as much
+        as 8,192: its many small kernels take longer than their operations suggest.
 
         The config names the kind of each layer, and which have experts. Layers with a sliding window or
         chunks have pairs inside these alone, as with kernels that skip masked pairs; gated delta nets, state
@@ -127,7 +187,17 @@ class CostWeights:
                 full += layer.pair
         token = head + sum(layer.token for layer in layers)
         patch, patch_pair = (0.0, 0.0) if vision is None else _vision(vision)
-        return cls(float(token), float(full), patch, patch_pair, _weights(windows), _weights(chunks))
+        weights = cls(float(token), float(full), patch, patch_pair, _weights(windows), _weights(chunks))
+        return weights.with_overhead()
+
+    def with_overhead(self) -> CostWeights:
+        """Return weights in which each image, and each call of the vision encoder, cost some patches more."""
+        return replace(self, item=_ITEM_PATCHES * self.patch, encoder=_ENCODER_PATCHES * self.patch)
+
+
+def _as_lists(value: Any) -> Any:
+    """Return tuples as lists, as JSON has them."""
+    return [_as_lists(part) for part in value] if isinstance(value, tuple) else value
 
 
 def _weights(pairs: Counter[int]) -> PairWeights:
@@ -190,8 +260,8 @@ def cost_features(
 ) -> Floats:
     """Return what the weights of each sample are multiplied with: [samples, ``len(weights.names)``].
 
-    Takes the arguments of :func:`sample_costs`. The column of ``pack`` is 0: a sample is no pack. The
-    features of a pack or step are the sums of those of its samples, and its packs.
+    Takes the arguments of :func:`sample_costs`. The columns of ``encoder`` and ``pack`` are 0: a sample is no
+    pack. The features of a pack are the sums of those of its samples, with 1 in these columns.
     """
     return np.stack(list(_features(lengths, weights, patches, patch_pairs, items)), axis=1)
 
@@ -211,7 +281,8 @@ def _features(
     yield vision
     yield vision**2 if patch_pairs is None else np.asarray(patch_pairs, np.float64)
     yield (vision > 0).astype(np.float64) if items is None else np.asarray(items, np.float64)
-    yield np.zeros_like(tokens)
+    for _ in range(2):  # of packs, and of those with images
+        yield np.zeros_like(tokens)
     for window, _ in weights.window_pairs:
         yield token_pairs(tokens, window=window)
     for chunk, _ in weights.chunk_pairs:
@@ -254,9 +325,22 @@ def patch_pairs_of(media_patches: npt.ArrayLike, offsets: npt.ArrayLike, frames:
     return pairs
 
 
-def pack_costs(plan: PackPlan, costs: npt.ArrayLike, pack: float = 0.0) -> Floats:
-    """Return the cost of each pack, from :func:`sample_costs` and the weight of a ``pack``."""
-    totals: Floats = plan.sums(np.asarray(costs, np.float64)) + pack
+def pack_costs(
+    plan: PackPlan,
+    costs: npt.ArrayLike,
+    weights: CostWeights | None = None,
+    *,
+    patches: npt.ArrayLike | None = None,
+) -> Floats:
+    """Return the cost of each pack, from :func:`sample_costs`; ``weights`` adds what a pack itself costs.
+
+    ``patches`` of each sample say which packs have images.
+    """
+    totals: Floats = plan.sums(np.asarray(costs, np.float64))
+    if weights is not None:
+        totals = totals + weights.pack
+    if weights is not None and patches is not None:
+        totals = totals + weights.encoder * (plan.sums(np.asarray(patches, np.int64)) > 0)
     return totals
 
 
