@@ -58,8 +58,8 @@ def calibrate(
 ) -> None:
     """Measure forward and backward of packs of many shapes, and write weights for even steps.
 
-    packhorse.load(cost_weights=FILE) and packhorse plan --cost-weights FILE use them. Run it on one GPU of
-    the kind that trains, with the settings of the training run.
+    packhorse.load(cost_weights=FILE) and packhorse plan use them. Run it on one GPU of the kind that trains,
+    with the settings of the training run.
     """
     with terminal.one_line_errors("calibrate", "nothing was written", verbose):
         import torch

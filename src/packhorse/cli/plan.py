@@ -285,11 +285,9 @@ def _print_stragglers(report: Mapping[str, Any], world_sizes: Sequence[int], out
         for entry in report["straggler"]
         if entry["ranks"] in (*WORLD_SIZES, *world_sizes)
     ]
-    title = (
-        "Straggler ratio: cost of the slowest rank over the mean of all ranks, averaged over the steps, "
-        f"predicted from {report['cost_basis']}"
-    )
+    title = "Straggler ratio: cost of the slowest rank over the mean of all ranks, averaged over the steps"
     out.table(title, ("ranks", "steps", "planned", "random"), rows)
+    out.line(f"(Predicted from {report['cost_basis']}.)")
 
 
 def print_comparison(report: Mapping[str, Any], out: terminal.Output) -> None:

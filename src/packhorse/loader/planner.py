@@ -158,7 +158,9 @@ class Planner:
         if len(costs):  # a row of no tokens has a cost too, in any unit
             costs = np.maximum(costs, 1e-12 * float(costs.max()))
         dataset_ids = self.dataset_ids if self.config.spread_datasets else None
-        return SampleInfo(costs, self._media_masks, dataset_ids, weights.pack, weights.encoder)
+        # With placeholders all ranks of a step call the vision encoder, or none does.
+        encoder = weights.encoder if self.config.placeholder == "never" else 0.0
+        return SampleInfo(costs, self._media_masks, dataset_ids, weights.pack, encoder)
 
     def features(self, rows: Integers) -> Floats:
         """Return what the weights of these rows are multiplied with: [rows, ``len(weights.names)``]."""

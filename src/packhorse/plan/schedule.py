@@ -187,7 +187,7 @@ class SampleInfo:
         media_masks: its :class:`~packhorse.types.MediaMask`.
         dataset_ids: its dataset; None does not spread datasets.
         pack_cost: cost of each pack in addition to its samples.
-        encoder_cost: likewise of each pack with images or videos.
+        encoder_cost: likewise of each pack with images or videos; 0 if all ranks of a step have it.
     """
 
     costs: Floats

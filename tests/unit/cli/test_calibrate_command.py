@@ -47,7 +47,7 @@ def test_measured_weights_are_written_and_a_plan_uses_them(model: Path, tmp_path
     for option, basis in (([], "operations"), (["--cost-weights", str(out)], "measured times")):
         planned = CliRunner().invoke(app, [*plan, *option])
         assert planned.exit_code == 0, planned.output
-        assert f"predicted from {basis}" in planned.stdout.replace("\n", " ")
+        assert f"(Predicted from {basis}.)" in planned.stdout
         report = json.loads(CliRunner().invoke(app, [*plan, *option, "--json"]).stdout)
         assert report["cost_basis"] == basis
 

@@ -132,6 +132,7 @@ def compare_batches(planned: PlanResult) -> dict[str, Any]:
         lengths,
         costs,
         planner.weights,
+        pack_cost=planner.sample_info.pack_cost,
         pack_size=request.config.pack_size,
         batch_size=BATCH_SIZE,
         ranks=RANKS,
