@@ -257,6 +257,10 @@ def judge(times: Times, quick: bool) -> None:
         name: fit_weights(table_of(packs, default), best_times(packs), default)
         for name, packs in mixes.items()
     }
+    for name, packs in mixes.items():
+        passes = np.array([pack["seconds"] for pack in packs])
+        noise = np.median(np.abs(np.log(passes[:, 0] / passes[:, 1])))
+        fact(f"{name}: median difference of a pack's two times", 100 * noise, "%")
     for name, fit in fits.items():
         fact(f"{name}: {len(mixes[name])} packs", fit.describe())
         for way, weights in {"fitted": fit.weights, "default": default}.items():

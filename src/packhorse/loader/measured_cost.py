@@ -81,8 +81,9 @@ class StepTimes:
             elif not isinstance(started, float) and not isinstance(ended, float):
                 if not ended.query():  # type: ignore[no-untyped-call]
                     return  # the GPU is not that far
-                self._seconds[step] = started.elapsed_time(ended) / 1000
-            # Otherwise the process began to use the GPU within the step.
+                if started.device == ended.device:
+                    self._seconds[step] = started.elapsed_time(ended) / 1000
+            # Otherwise the process began to use the GPU, or another one, within the step.
             self._passing.popleft()
 
 

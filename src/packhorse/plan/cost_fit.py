@@ -131,7 +131,7 @@ def _fit(x: Floats, y: Floats, prior: Floats, doubt: Floats) -> tuple[Floats, Fl
     for _ in range(2):  # the noise says how much the weights before count
         first = _least_absolute_errors(table, usual, noise / doubt)
         # As many times as there are weights fit exactly, whatever the noise.
-        errors = np.sort(np.abs(table @ first - 1))[len(first) :]
+        errors = np.sort(np.abs(table @ first - 1))[min(len(first), len(y) // 2) :]
         noise = max(_LEAST_NOISE, 1.4826 * float(np.median(errors)))
     values, ridge = first, noise / doubt
     counts = np.ones_like(y)

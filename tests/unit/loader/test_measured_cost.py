@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from loader_samples import delivered_rows, load, mixed_rows, texts
+from packhorse.loader import measured_cost
 from packhorse.loader.measured_cost import StepTimes
 from packhorse.neat_packing_vlm import CostWeights
 from raising import raises_config
@@ -15,12 +16,14 @@ from raising import raises_config
 WEIGHTS = CostWeights(token=1.0, token_pair=0.0, patch=0.0, patch_pair=0.0, item=400.0)
 
 
-def train(loader, *, per_item=3e-3, per_token=1e-5, steps=None):
+def train(loader, *, per_item=3e-3, per_token=1e-5, steps=None, pause=0):
     """Train with steps that take a time for each token and image; return the samples."""
     seen = []
     for step, batch in enumerate(loader, 1):
         items = sum(batch.info.num_images) + sum(batch.info.num_videos)
         time.sleep(per_token * batch.info.tokens + per_item * items)
+        if step == pause:
+            time.sleep(0.5)  # a checkpoint is saved
         seen += batch.info.samples
         if step == steps:
             break
@@ -32,13 +35,14 @@ def test_an_epoch_is_scheduled_by_the_times_of_the_one_before(caplog):
     loader = load(rows, measure_cost=True)
     counted = loader.cost_weights
     caplog.set_level(logging.INFO, logger="packhorse.loader")
-    train(loader)
+    train(loader, pause=5)
     assert loader.cost_weights is counted  # of this epoch
     features, seconds = loader.measured_costs()
     assert features.shape == (len(loader), len(counted.names))
     tokens = features[:, counted.names.index("token")]
     assert tokens.sum() <= loader.plan.tokens.sum()
     assert seconds.min() > 0
+    assert seconds[4] > 0.5
     assert "cost weights fitted to" in caplog.text
 
     assert sorted(train(loader, steps=None)) == list(range(60))
@@ -158,6 +162,37 @@ def test_the_time_after_a_pause_counts_to_no_step():
     assert list(times.seconds()) == [0]
     times.clear()
     assert times.seconds() == {}
+
+
+class Event:
+    """An event of a GPU that has come as far as ``Event.now``; elapsed times are in milliseconds."""
+
+    now = 0
+
+    def __init__(self, at, device=0):
+        self.at, self.device = at, device
+
+    def query(self):
+        return self.at <= Event.now
+
+    def elapsed_time(self, end):
+        assert end.query()
+        return end.at - self.at
+
+
+def test_events_are_read_when_the_gpu_has_passed_them_and_never_waited_for(monkeypatch):
+    marks = [time.perf_counter(), Event(10), Event(20), Event(50), Event(60), Event(90, device=1)]
+    coming = iter(marks)
+    monkeypatch.setattr(measured_cost, "_mark", lambda: next(coming))
+    times = StepTimes(1)
+    for step in range(3):
+        times.start(step)
+        times.stop(step + 1)
+    assert times.seconds() == {}
+    Event.now = 20
+    assert times.seconds() == {}  # the GPU was first used within step 0
+    Event.now = 100
+    assert times.seconds() == {1: 0.03}  # another one was used within step 2
 
 
 def test_given_weights_schedule_the_packs_and_belong_to_the_plan(tmp_path):
