@@ -129,7 +129,7 @@ def make_mix(options: argparse.Namespace, folder: Path, name: str, before: Setup
     """Write the rows of a mix; model and processor are those of the mix before, if there was one."""
     shape = shape_of(name, options)
     if before is None:
-        return gpu_train.make_setup(options, folder, shape)
+        return gpu_train.make_setup(options, folder, shape=shape)
     meta, _, counts = gpu_train.write_data(folder, shape, before.processor)
     return replace(before, meta=meta, counts=counts)
 

@@ -1,4 +1,4 @@
-"""Model and data of ``gpu_train.py``: a Qwen3-VL, its real processor, synthetic photographs and chats.
+"""Model and data of ``gpu_train.py`` and ``gpu_ablation.py``: a Qwen3-VL, its processor, photographs, chats.
 
 Everything is made from a seed, nothing is downloaded. Lengths are spread as in mixtures for fine-tuning: most
 rows are short, few are long, a third has no image, and a few have many. Writing a thousand rows and their
@@ -196,15 +196,18 @@ def _tokenizer(meta: Path) -> Any:
 # --- the model ----------------------------------------------------------------------------------------------
 
 
-def make_model(processor: Any, quick: bool, device: str) -> Any:
-    """Return Qwen3-VL with random weights, large enough that attention changes the logits."""
+def make_model(processor: Any, quick: bool, device: str, vocabulary: int = 32_768) -> Any:
+    """Return Qwen3-VL with random weights, large enough that attention changes the logits.
+
+    Its vocabulary is smaller if ``quick``.
+    """
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     text: dict[str, Any] = {
         "hidden_size": 2048,
         "intermediate_size": 6144,
         "num_hidden_layers": 28,
-        "vocab_size": 32_768,
+        "vocab_size": vocabulary,
     }
     text |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "initializer_range": 0.04}
     vision = {"hidden_size": 1024, "intermediate_size": 4096, "depth": 24, "num_heads": 16}
@@ -344,8 +347,11 @@ def patches(batch: Batch) -> int:
 
 
 def set_attention(setup: Setup, backend: str) -> None:
-    """Set the attention as a user does; on a CPU flex attention has no backward pass."""
+    """Set the attention as a user does; on a CPU flex attention has no backward pass.
+
+    The model computes all logits, as without Packhorse; ``gpu_ablation.py`` measures what fewer ones save.
+    """
     if setup.device == "cpu" and backend == "flex_attention":
         use_attention(setup.model, backend)
     else:
-        prepare(setup.model, backend)
+        prepare(setup.model, backend, logits="all")

@@ -76,7 +76,7 @@ from packhorse import open_meta_dataset
 from packhorse.collate_fns import model_inputs
 from packhorse.count.columns import CountColumns
 from packhorse.families.models import attention_of
-from packhorse.integrations.loss import count_batch_supervised, token_loss
+from packhorse.integrations.loss import batch_loss, count_batch_supervised
 from packhorse.loader.startup import count_examples
 from packhorse.types import to_device
 from promises import fact, make_parser, parse, promise, record_outcome
@@ -130,9 +130,8 @@ def main() -> None:
     if not options.quick and not torch.cuda.is_available():
         sys.exit("there is no GPU; --quick tries this out on a CPU")
     stages = Stages(options.budget)
-    shape = tiny_shape(options.samples) if options.quick else DataShape(rows=options.samples)
     with tempfile.TemporaryDirectory() as folder:
-        setup = make_setup(options, Path(folder), shape)
+        setup = make_setup(options, Path(folder))
         fact("samples of a padded batch", options.batch)
         measure_speed(setup, stages)
         measure_memory(setup, stages)
@@ -145,7 +144,9 @@ def main() -> None:
 # --- model and data -----------------------------------------------------------------------------------------
 
 
-def make_setup(options: argparse.Namespace, folder: Path, shape: DataShape) -> Setup:
+def make_setup(
+    options: argparse.Namespace, folder: Path, vocabulary: int = 32_768, shape: DataShape | None = None
+) -> Setup:
     """Write the data, count it, and build the model."""
     if options.quick:
         torch.set_num_threads(1)
@@ -157,8 +158,10 @@ def make_setup(options: argparse.Namespace, folder: Path, shape: DataShape) -> S
     if options.num_workers * 2 * SHARED_MEMORY_OF_A_BATCH > free and not options.quick:
         options.num_workers = max(1, int(free / 2 / SHARED_MEMORY_OF_A_BATCH))
         log(f"little shared memory: {options.num_workers} workers instead")
+    if shape is None:
+        shape = tiny_shape(options.samples) if options.quick else DataShape(rows=options.samples)
     meta, processor, counts = write_data(folder, shape)
-    model = make_model(processor, options.quick, device)
+    model = make_model(processor, options.quick, device, vocabulary)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tower = sum(parameter.numel() for parameter in model.model.visual.parameters())
     total = int(counts.total.sum())
@@ -195,8 +198,8 @@ def step(setup: Setup, batch: Batch, optimizer: torch.optim.Optimizer | None) ->
     model, moved = setup.model, to_device(batch, setup.device)
     forward_only = setup.device == "cpu" and attention_of(model) == "flex_attention"
     with torch.set_grad_enabled(not forward_only):
-        logits = model(**model_inputs(moved, model)).logits
-        loss = token_loss(logits, moved["labels"], count_batch_supervised(batch))
+        output = model(**model_inputs(moved, model))
+        loss = batch_loss(model, output, moved, count_batch_supervised(batch))
     if not forward_only:
         loss.backward()  # type: ignore[no-untyped-call]
         if optimizer is not None:

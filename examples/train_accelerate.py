@@ -28,7 +28,7 @@ def train_step(
     total = torch.zeros((), device=accelerator.device)
     for batch in batches:
         with accelerator.accumulate(model):
-            output = model(**packhorse.model_inputs(batch))
+            output = model(**packhorse.model_inputs(batch, model))
             loss = packhorse.batch_loss(model, output, batch, tokens, replicas=factor)
             accelerator.backward(loss)
             optimizer.step()

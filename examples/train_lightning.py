@@ -39,7 +39,7 @@ class PackedModule(lightning.LightningModule):
     def training_step(self, item: tuple[Any, float], batch_idx: int) -> torch.Tensor:
         """Return the loss of one micro-batch; ``tokens`` are the supervised tokens of the whole step."""
         batch, tokens = item
-        output = self.model(**packhorse.model_inputs(batch))
+        output = self.model(**packhorse.model_inputs(batch, self.model))
         loss = step_loss(self.trainer, output, batch, tokens)
         self.losses.append(loss.detach())
         return loss

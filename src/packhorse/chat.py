@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from packhorse.errors import BadSample, ConfigError, PackhorseError
+from packhorse.types import IGNORE_INDEX as IGNORE_INDEX
 from packhorse.types import Stage
 
 if TYPE_CHECKING:
@@ -50,9 +51,6 @@ Structure = tuple[tuple[str, tuple[str, ...] | None], ...]
 T = TypeVar("T")
 
 logger = getLogger("packhorse.loader")
-
-IGNORE_INDEX = -100
-"""The label of a token that is not supervised. Written nowhere else."""
 
 TOKEN_KEYS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 """Tensors with one entry per token, whatever the family."""

@@ -33,6 +33,9 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+IGNORE_INDEX = -100
+"""The label of a token that is not supervised. Written nowhere else."""
+
 MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 _TOKEN_FIELDS = ("labels", "position_ids", "loss_weights")  # of a sample or pack, next to ``tokens``
@@ -490,17 +493,68 @@ class WorkItem:
         step: the micro-step of the epoch's current segment.
         packs: the samples of each pack (in padded batches: one sample each).
         media_mask: the media that any rank has in this step; the batch needs all of them.
+        keep_bytes: whether pixels that are bytes stay so (``BatchInfo.pixels``).
     """
 
     epoch: int
     step: int
     packs: tuple[tuple[int, ...], ...]
     media_mask: MediaMask = MediaMask.NONE
+    keep_bytes: bool = False
 
     @property
     def samples(self) -> tuple[int, ...]:
         """The samples of all packs."""
         return tuple(index for pack in self.packs for index in pack)
+
+
+@dataclass(frozen=True, slots=True)
+class PixelFormat:
+    """How pixels that are bytes become what the processor returns: ``(byte - mean) / std``, by channel.
+
+    Attributes:
+        mean: of each channel, in units of bytes.
+        std: likewise.
+        channels: the axis of the channels; for rows that hold a whole patch each, ``"first"`` if all pixels
+            of a channel follow each other there, ``"last"`` if all channels of a pixel do.
+        repeats: how often each channel's pixels are in such a row (``"first"``): a patch of an image has as
+            many frames as one of a video.
+        mask: key of the tensor that is 0 where the processor pads, where pixels are 0; None without padding.
+        dtype: of the result; None for float32.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    channels: int | Literal["first", "last"]
+    repeats: int = 1
+    mask: str | None = None
+    dtype: torch.dtype | None = None
+
+    def expand(self, pixels: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Return what the processor returns; computed in float32, on the device of ``pixels``."""
+        import torch
+
+        split, axis, number = pixels, 0, len(self.mean)
+        if isinstance(self.channels, int):
+            axis = self.channels - pixels.dim()
+        else:
+            sides, axis = ((number, -1), -2) if self.channels == "first" else ((-1, number), -1)
+            split = pixels.reshape(*pixels.shape[:-1], *sides)
+        shape = list(split.shape)
+        if self.repeats > 1:
+            split, axis = split.unsqueeze(-2), axis - 1
+            shape.insert(-1, self.repeats)
+        values = torch.empty(shape, dtype=self.dtype or torch.float32, device=pixels.device)
+        # Numbers by channel instead of tensors of them: a copy of these to a GPU would wait for it.
+        pairs = list(zip(self.mean, self.std, strict=True))
+        each = number if len(set(pairs)) == 1 else 1
+        for channel, (mean, std) in enumerate(pairs[::each]):
+            scaled = split.narrow(axis, channel, each).to(torch.float32).sub_(mean).div_(std)
+            values.narrow(axis, channel, each).copy_(scaled)  # repeats them
+        if isinstance(self.channels, int):
+            return values if mask is None else values.masked_fill_(mask.unsqueeze(axis) == 0, 0)
+        values = values.flatten(pixels.dim() - 1)
+        return values if mask is None else values.masked_fill_(mask.unsqueeze(-1) == 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,6 +583,7 @@ class BatchInfo:
             and placeholders; None if all are 1.
         labels: [B, S], shifted, of preference data, which has no key ``labels``: a model would train on
             rejected answers too.
+        pixels: the tensors of the batch whose pixels are bytes, and how :func:`expand_pixels` converts them.
     """
 
     epoch: int
@@ -550,6 +605,7 @@ class BatchInfo:
     loss_weights: torch.Tensor | None = field(default=None, compare=False)
     document_roles: tuple[tuple[DocumentRole, ...], ...] = ()
     labels: torch.Tensor | None = field(default=None, compare=False)
+    pixels: Mapping[str, PixelFormat] = field(default_factory=dict)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -619,13 +675,27 @@ class Batch(dict[str, Any]):
         return Batch({**other, **self}, self._info) if isinstance(other, dict) else NotImplemented
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:
-        """Move tensors and masks to a device; Accelerate and Lightning call this."""
+        """Move tensors and masks to a device and expand pixels there; Accelerate and Lightning call this."""
         moved: Batch = to_device(self, device, non_blocking)
         return moved
 
 
+def _recount(batch: Batch, moved: Mapping[str, Any]) -> BatchInfo | None:
+    """Return the info of a batch that moves from the CPU, where its labels may have been changed.
+
+    Afterwards they could not be counted without waiting for the device.
+    """
+    info, labels = batch._info, batch.get("labels")
+    if info is None or labels is None or labels.device.type != "cpu" or moved["labels"].device.type == "cpu":
+        return info
+    supervised = int((labels != IGNORE_INDEX).sum())
+    return info if supervised == info.supervised else replace(info, supervised=supervised)
+
+
 def to_device(value: Any, device: Any, non_blocking: bool | None = None) -> Any:
     """Move a batch, or a value of one, to a device: tensors, masks by layer type, block masks.
+
+    Pixels of a batch that are bytes become what the processor returns, there (:func:`expand_pixels`).
 
     Args:
         value: the batch or value; a :class:`Batch` keeps its ``info``, whose tensors stay on the CPU.
@@ -640,9 +710,30 @@ def to_device(value: Any, device: Any, non_blocking: bool | None = None) -> Any:
             return moved
         if "shift_labels" in value and value["shift_labels"] is value.get("labels"):
             moved["shift_labels"] = moved["labels"]
-        return Batch(moved, value._info)
+        return expand_pixels(Batch(moved, _recount(value, moved)))
     if isinstance(value, torch.Tensor):  # block masks do not take non_blocking
         if non_blocking is None:
             non_blocking = value.device.type == "cpu" and torch.device(device).type not in {"cpu", "mps"}
         return value.to(device, non_blocking=non_blocking)
     return value.to(device) if hasattr(value, "to") else value
+
+
+def expand_tensors(batch: Mapping[str, Any], formats: Mapping[str, PixelFormat]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a batch whose pixels are bytes, as the processor returns them."""
+    import torch
+
+    # A tensor that was removed, or replaced by one of floats, has no bytes.
+    left = {key: one for key, one in formats.items() if key in batch and batch[key].dtype == torch.uint8}
+    masks = {key: None if one.mask is None else batch[one.mask] for key, one in left.items()}
+    return {key: one.expand(batch[key], masks[key]) for key, one in left.items()}
+
+
+def expand_pixels(batch: Batch) -> Batch:
+    """Return a batch whose pixels are what the processor returns, in the model's dtype, not bytes.
+
+    A batch without bytes is returned itself.
+    """
+    if batch._info is None or not batch._info.pixels:
+        return batch
+    expanded = expand_tensors(batch, batch._info.pixels)
+    return Batch({**batch, **expanded}, replace(batch._info, pixels={}))

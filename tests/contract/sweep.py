@@ -439,7 +439,7 @@ _FAMILIES = {name: name for name in MODELS} | {
 
 
 @cache
-def _family_model(family: str) -> Any:
+def family_model(family: str) -> Any:
     """Return the tiny model of a family, which takes what the family's processor returns."""
     if family in MODELS:
         return copy.deepcopy(tiny_model(family, by_document=False))
@@ -465,7 +465,7 @@ def subject_of(name: str, window: int = _WIDE) -> Subject:
     """Return the tiny model of a class, with its own processor and images if the tests have these."""
     model_type = classes()[name]
     family = _FAMILIES.get(model_type)
-    if family and type(model := _family_model(family)).__name__ == name:
+    if family and type(model := family_model(family)).__name__ == name:
         return Subject(partial(copy.deepcopy, model), processor(family), images=True)
     model = _build(name, _with_windows(tiny_config(model_type), window))
     return Subject(partial(copy.deepcopy, model), text_tokenizer())

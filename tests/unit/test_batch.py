@@ -28,6 +28,7 @@ def make_batch() -> Batch:
         3,
         7,
         samples=(4,),
+        supervised=2,
         document_keys=(("coco/4", ""),),
         document_lengths=((2, 1),),
         loss_weights=torch.tensor([[0.5, 2.0, 1.0]]),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from packhorse.chat import IGNORE_INDEX
 from packhorse.collate.batch_formats import CONTIGUOUS, batch_format_of, find_batch_format
 from packhorse.collate.finish import add_counts, check_present, finish_labels, logger
 from packhorse.collate.masks import (
@@ -26,12 +27,13 @@ from packhorse.collate.masks import (
 from packhorse.collate.packer import all_media_keys, are_pixels, join, layout_of, stack_tokens, to_pack
 from packhorse.errors import ConfigError
 from packhorse.families import Family
+from packhorse.families.logits import logits_inputs, logits_of
 from packhorse.families.models import attention_of, is_at_least
 from packhorse.families.packing import boundaries_error, check_packable
 from packhorse.families.router_loss import ROUTER_MASK, check_model_router_loss, has_router_loss
 from packhorse.families.varlen import VARLEN_ARGUMENTS
 from packhorse.pp_media import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
-from packhorse.types import PackedSample, TensorLayout
+from packhorse.types import Batch, PackedSample, TensorLayout, expand_pixels, to_device
 
 Pack = Mapping[str, Any]
 
@@ -193,28 +195,58 @@ def loss_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in batch.items() if key not in omitted}
 
 
-def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
+def model_inputs(batch: Mapping[str, Any], model: Any = None, *, check: bool = True) -> dict[str, Any]:
     """Return the inputs with which a model of transformers computes logits.
 
     Labels are omitted, so that the model computes no loss in addition to
-    :func:`~packhorse.integrations.loss.token_loss`, and so is everything that is not an input of a model (see
+    :func:`~packhorse.integrations.loss.batch_loss`, and so is everything that is not an input of a model (see
     :func:`loss_inputs`).
 
+    A model that ``packhorse.prepare`` has set up so gets ``logits_to_keep``, and computes the logits of
+    supervised tokens alone, which all losses of Packhorse take. ``prepare`` says which logits a model
+    computes; without ``model`` it computes all of them.
+
     Args:
-        batch: from one of the collate functions.
-        model: the model that is called, to check that its decoder runs the attention that the batch is for.
-            With another one, documents would silently attend to each other.
+        batch: from a loader or one of the collate functions. If the labels of a collate function's batch are
+            on a GPU already, counting them waits for it.
+        model: the model that is called, to compute no logits that the loss does not read, and to check that
+            its decoder runs the attention that the batch is for. With another one, documents would silently
+            attend to each other.
+        check: False skips that check, for batches after the first of a loader.
 
     Raises:
         ConfigError: the batch is for another attention, the model cannot be trained on packed rows, or it has
             an auxiliary loss and is not prepared (see
             :func:`~packhorse.families.router_loss.check_router_loss`).
     """
-    inputs = loss_inputs(batch)
-    if model is not None:
+    inputs = loss_inputs(expand_pixels(batch) if isinstance(batch, Batch) else batch)
+    if model is not None and check:
         _check_attention(batch, model)
         check_model_router_loss(model)
-    return {key: value for key, value in inputs.items() if key not in _LABELS}
+    inputs = {key: value for key, value in inputs.items() if key not in _LABELS}
+    return inputs if model is None else inputs | _logits_inputs(batch, model)
+
+
+def _logits_inputs(batch: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """Return the inputs with which a prepared model computes no logits that the loss does not read."""
+    choice, labels = logits_of(model), batch.get("labels")
+    if labels is None:
+        labels = getattr(getattr(batch, "info", None), "labels", None)  # of preference data
+    if choice.mode == "all" or labels is None:
+        return {}
+    supervised = known_supervised(batch, labels)
+    if supervised is None:
+        supervised = int((labels != IGNORE_INDEX).sum())
+    made = logits_inputs(choice, labels, supervised)
+    return {key: to_device(value, batch["input_ids"].device) for key, value in made.items()}
+
+
+def known_supervised(batch: Mapping[str, Any], labels: torch.Tensor) -> int | None:
+    """Return the number of labels that are not -100, without waiting for a GPU; None if that is unknown."""
+    if labels.device.type == "cpu":
+        return int((labels != IGNORE_INDEX).sum())
+    info = getattr(batch, "info", None)  # only a batch of a loader has it
+    return None if info is None else int(info.supervised)
 
 
 def takes_batches_of(attention: str, backend: str) -> bool:

@@ -57,6 +57,7 @@ from packhorse.errors import (
     machine_fault,
     raise_with_name,
 )
+from packhorse.families.compact import Compact, as_bytes
 from packhorse.families.item_options import check_own_call, with_item_options, with_options
 from packhorse.families.media_sizes import (
     AnySize,
@@ -206,6 +207,7 @@ class Family:
             item or a dataset with another one is rejected.
         min_transformers: the oldest transformers it works with.
         min_transformers_for: the same for kinds of media that need a newer one.
+        pixel_masks: the tensor that says where pixels are padding, by the key of the pixels.
     """
 
     name: ClassVar[str]
@@ -229,6 +231,7 @@ class Family:
     size_settings: ClassVar[Mapping[MediaKind, tuple[str, ...]]] = MappingProxyType({})
     min_transformers: ClassVar[str] = "5.12"
     min_transformers_for: ClassVar[Mapping[MediaKind, str]] = MappingProxyType({})
+    pixel_masks: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     # --- media in the text, by arithmetic on sizes -------------------------------------------------------
 
@@ -543,18 +546,22 @@ class Encoder(ChatProcessor):
         processor: the model's processor, or a tokenizer for text alone. A chat template that is set later
             is used from then on; other changes made to it after the first use have no effect.
         family: of the processor; None for :func:`family_of`.
+        compact: samples have pixels as bytes, from this copy of the processor
+            (:func:`packhorse.families.compact.find_compact`); None for pixels as the processor returns them.
     """
 
     has_item_options = False
     """Whether the processor has the options of one media item as attributes; see :meth:`for_size`."""
 
-    def __init__(self, processor: Processor, family: Family | None = None) -> None:
+    def __init__(
+        self, processor: Processor, family: Family | None = None, compact: Compact | None = None
+    ) -> None:
         super().__init__(processor)
         if family is None:
             from packhorse.families import family_of  # it imports the families, which import this module
 
             family = family_of(processor)
-        self.family = family
+        self.family, self.compact = family, compact
         self._probes: dict[tuple[MediaKind, Any], Probe] = {}
         self._with_options: dict[tuple[MediaKind, CallOptions], Encoder] = {}
 
@@ -564,7 +571,7 @@ class Encoder(ChatProcessor):
         return processor if isinstance(processor, Encoder) else cls(as_processor(processor))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.processor, self.family)
+        return type(self), (self.processor, self.family, self.compact)
 
     # --- what the processor has --------------------------------------------------------------------------
 
@@ -620,11 +627,16 @@ class Encoder(ChatProcessor):
         return VideoSampling() if owner is None else VideoSampling.from_processor(self.processor)
 
     @cached_property
+    def _called(self) -> Encoder:
+        """The encoder whose processor is called: this one, or one that leaves pixels as bytes."""
+        return self if self.compact is None else Encoder(self.compact.processor, self.family)
+
+    @cached_property
     def _quick(self) -> tuple[Encoder, RepeatedTokenTokenizer] | None:
         """An encoder that tokenizes runs of a media token once; None if the processor cannot have one."""
         if not self.family.listed:
             return None
-        processor, tokenizer = with_repeated_tokens(self.processor, self.media_token_ids)
+        processor, tokenizer = with_repeated_tokens(self._called.processor, self.media_token_ids)
         return None if tokenizer is None else (Encoder(processor, self.family), tokenizer)
 
     def check_dataset_settings(self, name: str, settings: Mapping[str, Any]) -> None:
@@ -1057,22 +1069,34 @@ class Encoder(ChatProcessor):
         sizes = media.sizes(ref.kind for ref in conversation.media)
         encoded = Encoded(text, conversation, {}, {}, tuple(sizes), read)
         family.sort_output(encoded, output)
+        if self.compact is not None:
+            self._as_bytes(encoded)
         self._check_media(encoded, conversation)
         if fake_image:
             first, after = self.fake_image_span(encoded.tokens["input_ids"].tolist(), conversation, sizes)
             encoded.tokens["attention_mask"][first:after] = 0
         return encoded
 
+    def _as_bytes(self, encoded: Encoded) -> None:
+        """Convert pixels that the processor returns as whole numbers to bytes."""
+        assert self.compact is not None
+        for key in self.compact.formats.keys() & encoded.media.keys():
+            pixels = as_bytes(encoded.media[key])
+            if pixels is None:
+                what = f"the processor returned '{key}' with values that are no bytes: set pixels='processor'"
+                raise ConfigError(what, setting="pixels")
+            encoded.media[key] = pixels
+
     def _call(self, text: str, media: LoadedMedia) -> tuple[Mapping[str, Any], TokenizedText | None]:
         """The processor's output, if possible with a tokenizer that is quicker over media; and its tokens."""
         if self._quick is None:
-            return self.family.call(self, text, media), None
+            return self.family.call(self._called, text, media), None
         quick, tokenizer = self._quick
         try:
             return self.family.call(quick, text, media), tokenizer.read
         except (AttributeError, TypeError, ValueError, LookupError) as error:
             # The sample may be at fault, or a processor that wants more of its tokenizer than there is.
-            output = self.family.call(self, text, media)
+            output = self.family.call(self._called, text, media)
             _warn_slow_tokenizer(type(self.processor).__name__, f"{type(error).__name__}: {error}")
             return output, None
 

@@ -22,9 +22,14 @@ _PARTS: Mapping[MediaKind, str] = {"image": "image_processor", "video": "video_p
 _PER_ITEM = ("video_metadata",)  # arguments that are a list with an entry for each item
 
 
+def has_own_call(processor: Processor) -> bool:
+    """Return whether the processor's call is that of transformers; another may use its parts in any way."""
+    return is_transformers(processor) and type(processor).__call__.__module__.startswith("transformers.")
+
+
 def check_own_call(processor: Processor) -> None:
-    """Raise if the processor's call is not that of transformers: it may use its parts in any way."""
-    if not is_transformers(processor) or not type(processor).__call__.__module__.startswith("transformers."):
+    """Raise if the processor's call is not that of transformers."""
+    if not has_own_call(processor):
         raise ConfigError.of(
             "processor",
             type(processor).__name__,

@@ -23,6 +23,7 @@ class Lfm2VL(Family):
         "pixel_attention_mask": TensorLayout(("image",), "rows"),
         "spatial_shapes": TensorLayout(("image",), "rows"),
     }
+    pixel_masks: ClassVar[Mapping[str, str]] = {"pixel_values": "pixel_attention_mask"}
 
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """A token for each square of patches, in every tile and in the whole image."""

@@ -1,9 +1,11 @@
-"""Measure on a tiny copy of a model whether packing mixes documents, and which layers do it.
+"""Measure on a tiny copy of a model whether packing mixes documents, and which layers do it; and its logits.
 
 Two documents go through the model in one row, with the mask of packed batches. Then the first is replaced:
 if the second changes, something mixes them. Modules whose input for the second document is the same, but
 whose output is not, carry state; :mod:`.stateful` calls these document by document, and the model is measured
 once more.
+
+:func:`probe_logits` measures on such a copy whether a model computes the logits of some tokens alone.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import require
+from packhorse.families.logits import LogitsChoice, LogitsMode, find_head, logits_inputs, set_logits
 from packhorse.families.models import attention_of, set_attention, supports_sdpa, text_config
 from packhorse.families.packing import STATE_WEIGHTS, layer_kinds
 from packhorse.families.stateful import KERNEL_PACKAGES, install, layers_of
@@ -81,30 +85,63 @@ class Probe:
     complete: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class LogitsProbe:
+    """What a tiny copy of a model does if the logits of some tokens are requested.
+
+    Attributes:
+        one_row: why it does not compute those of the positions in a row; empty if it does.
+        several_rows: why it does not compute those of a mask of several rows; empty if it does.
+        chunked: why log-probabilities that its head computes in chunks are not right; empty if they are.
+        complete: whether nothing failed, as in :class:`Probe`.
+    """
+
+    one_row: str = ""
+    several_rows: str = ""
+    chunked: str = ""
+    complete: bool = True
+
+
+Result = TypeVar("Result", Probe, LogitsProbe)
+
+
 def probe(model_class: Any, config: Any) -> Probe:
     """Return what a tiny copy of a model does; measured once for each class and kind of config.
 
     Complete results for classes of transformers are kept on disk for its version. Other code has no version,
     so it is measured in every process.
     """
-    settings = tiny_settings(config.to_dict())
-    key = _key(model_class, config, settings)
+    return _measure_once(Probe, measure, model_class, config)
+
+
+def probe_logits(model_class: Any, config: Any) -> LogitsProbe:
+    """Return what a tiny copy of a model does if some logits are requested; measured as :func:`probe`."""
+    return _measure_once(LogitsProbe, measure_logits, model_class, config)
+
+
+def _measure_once(
+    kind: type[Result], measure: Callable[..., Result], model_class: Any, config: Any
+) -> Result:
+    settings: dict[str, Any] = tiny_settings(config.to_dict())
+    key = kind, *_key(model_class, config, settings)
     if key not in _RESULTS:
         if _is_of_transformers(model_class, config):
             name = f"{model_class.__module__}.{model_class.__qualname__}"
             transformers: Any = require("transformers", "train")
             versions = (_own_source(), transformers.__version__, torch.__version__)
-            _RESULTS[key] = _load_or_measure(digest(*versions, name, key[2]), model_class, config, settings)
+            file = f"{kind.__name__.lower()}-{digest(*versions, name, key[-1])}.json"
+            _RESULTS[key] = _load_or_measure(kind, file, partial(measure, model_class, config, settings))
         else:
             _RESULTS[key] = measure(model_class, config, settings)
-    return _RESULTS[key]
+    result: Result = _RESULTS[key]
+    return result
 
 
 @cache
 def _own_source() -> str:
     """Return a digest of the code that measures: stored results of other code are not used."""
     package = __name__.rpartition(".")[0]
-    names = ("models", "packing", "probe", "stateful", "tiny", "varlen")
+    names = ("logits", "models", "packing", "probe", "stateful", "tiny", "varlen")
     return digest(*(inspect.getsource(sys.modules[f"{package}.{name}"]) for name in names))
 
 
@@ -121,7 +158,7 @@ def _of_layers(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_RESULTS: dict[tuple[type, type, str], Probe] = {}
+_RESULTS: dict[tuple[type, type, type, str], Any] = {}
 _CLASSES: dict[tuple[type, type, str], frozenset[type]] = {}
 
 
@@ -139,14 +176,13 @@ def module_classes(model_class: Any, config: Any) -> frozenset[type]:
     return _CLASSES[key]
 
 
-def _load_or_measure(key: str, model_class: Any, config: Any, settings: Mapping[str, Any]) -> Probe:
+def _load_or_measure(kind: type[Result], name: str, measure: Callable[[], Result]) -> Result:
     """Return the result in the cache, or measure and keep it; of several processes one measures."""
-    name = f"probe-{key}.json"
     path = cache_folder() / name
     with cache_lock(name):
-        if (result := _load(path)) is not None:
+        if (result := _load(kind, path)) is not None:
             return result
-        result = measure(model_class, config, settings)
+        result = measure()
         if result.complete:
             content = json.dumps(asdict(result)).encode()
             try:
@@ -156,7 +192,7 @@ def _load_or_measure(key: str, model_class: Any, config: Any, settings: Mapping[
         return result
 
 
-def _load(path: Path) -> Probe | None:
+def _load(kind: type[Result], path: Path) -> Result | None:
     """Return the result in a file; None if there is no file, or it is damaged."""
     try:
         content = json.loads(path.read_bytes())
@@ -165,11 +201,12 @@ def _load(path: Path) -> Probe | None:
     except (OSError, ValueError) as error:
         logger.warning("%s cannot be read (%s): measuring again", path, error)
         return None
-    types = {field.name: list if field.name == "layers" else type(field.default) for field in fields(Probe)}
+    types = {field.name: list if field.name == "layers" else type(field.default) for field in fields(kind)}
     if not isinstance(content, dict) or {key: type(value) for key, value in content.items()} != types:
         logger.warning("%s is damaged: measuring again", path)
         return None
-    return Probe(**{**content, "layers": tuple(content["layers"])})
+    layers = {"layers": tuple(content["layers"])} if "layers" in content else {}
+    return kind(**{**content, **layers})
 
 
 def _is_of_transformers(model_class: Any, config: Any) -> bool:
@@ -191,17 +228,38 @@ def _config_classes(config: Any) -> Iterator[type]:
 def measure(model_class: Any, config: Any, settings: Mapping[str, Any] | None = None) -> Probe:
     """Build a tiny copy of a model with random weights, and measure it on the CPU in float32."""
     logger.info("measuring on a tiny copy whether %s can be packed", model_class.__name__)
+    try:
+        with _tiny_rows(model_class, config, settings) as rows:
+            return _measure(rows)
+    except (_CannotBuild, _CannotRun) as error:
+        return Probe(problem=_describe_failure(error), complete=False)
+
+
+def measure_logits(model_class: Any, config: Any, settings: Mapping[str, Any] | None = None) -> LogitsProbe:
+    """As :func:`measure`, for the logits of some tokens."""
+    logger.info("measuring on a tiny copy which logits %s computes", model_class.__name__)
+    try:
+        with _tiny_rows(model_class, config, settings) as rows:
+            return _measure_logits(rows)
+    except (_CannotBuild, _CannotRun) as error:
+        why = _describe_failure(error)
+        return LogitsProbe(why, why, why, complete=False)
+
+
+@contextmanager
+def _tiny_rows(model_class: Any, config: Any, settings: Mapping[str, Any] | None) -> Iterator[_Rows]:
+    """Build a tiny copy with which to measure."""
     settings = tiny_settings(config.to_dict()) if settings is None else settings
     with _default_state():
-        try:
-            tiny = _tiny_config(config, settings)
-            outline = _build_outline(model_class, tiny)
-            with _reference_functions(outline):
-                return _measure(_Rows(_build(model_class, tiny)))
-        except _CannotBuild as error:
-            return Probe(problem=f"a tiny copy of it cannot be built ({error})", complete=False)
-        except _CannotRun as error:
-            return Probe(problem=f"a tiny copy of it cannot be run ({error})", complete=False)
+        tiny = _tiny_config(config, settings)
+        outline = _build_outline(model_class, tiny)
+        with _reference_functions(outline):
+            yield _Rows(_build(model_class, tiny))
+
+
+def _describe_failure(error: _CannotBuild | _CannotRun) -> str:
+    what = "built" if isinstance(error, _CannotBuild) else "run"
+    return f"a tiny copy of it cannot be {what} ({error})"
 
 
 class _CannotBuild(Exception):
@@ -315,6 +373,55 @@ def _measure_other_attention(rows: _Rows) -> dict[str, Any]:
     except _CannotRun as error:
         fields |= {"varlen": f"a tiny copy of it cannot be run ({error})", "complete": False}
     return fields
+
+
+def _measure_logits(rows: _Rows) -> LogitsProbe:
+    """Ask for logits in all ways, and compare their shape and values with those of all tokens."""
+    ids = rows.documents[:2, 0, :_FIRST]
+    labels = ids.roll(-1, 1).masked_fill(torch.arange(ids.numel()).view(ids.shape) % 3 == 0, IGNORE_INDEX)
+    positions = torch.arange(_FIRST)[None].expand(ids.shape)
+    every = rows.logits(input_ids=ids, position_ids=positions)
+    alone = rows.logits(input_ids=ids[:1], position_ids=positions[:1])
+    unit = torch.finfo(torch.float32).eps * float(every.abs().max())
+    allowed = _FACTOR * max(_UNITS * unit, _difference(alone[0], every[0]))
+    problems = dict[str, Any]()
+    ways: tuple[tuple[str, LogitsMode, int], ...] = (
+        ("one_row", "supervised", 1),
+        ("several_rows", "supervised", 2),
+        ("chunked", "chunked", 1),
+    )
+    for name, mode, count in ways:
+        if mode == "chunked" and not find_head(rows.model):
+            problems[name] = "it has no output embeddings"
+            continue
+        kept = labels[:count] != IGNORE_INDEX
+        expected, control = every[:count][kept], every[:count].roll(1, 1)[kept]
+        if mode == "chunked":
+            target = labels[:count][kept][:, None]
+            expected, control = (part.log_softmax(-1).gather(1, target)[:, 0] for part in (expected, control))
+        try:
+            set_logits(rows.model, LogitsChoice(mode))
+            inputs = logits_inputs(LogitsChoice(mode), labels[:count], int(kept.sum()))
+            found = rows.run(input_ids=ids[:count], position_ids=positions[:count], **inputs)
+        except _CannotRun as error:
+            problems[name] = str(error)
+            continue
+        shape = (1, *expected.shape) if name == "one_row" else expected.shape
+        problems[name] = _describe_logits(found, shape, expected, control, allowed)
+    return LogitsProbe(**problems)
+
+
+def _describe_logits(
+    found: Any, shape: Sequence[int], expected: torch.Tensor, control: torch.Tensor, allowed: float
+) -> str:
+    """Return why logits are not those that were requested; empty if they are."""
+    if not isinstance(found, torch.Tensor) or found.shape != torch.Size(shape):
+        return f"it returns {list(getattr(found, 'shape', ()))} instead of {list(shape)}"
+    if (difference := _difference(found.reshape(expected.shape), expected)) > allowed:
+        return f"what it returns differs by {difference:.1e} from all logits, rounding by {allowed:.1e}"
+    if (difference := _difference(control, expected)) <= _CONTROL * allowed:
+        return f"logits of other tokens differ by {difference:.1e} only, rounding by {allowed:.1e}"
+    return ""
 
 
 def _describe_mixing(result: _Comparison) -> str:
@@ -473,7 +580,7 @@ class _Rows:
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         ids = torch.cat([self.documents[first][:, : lengths[0]], self.documents[2][:, : lengths[1]]], 1)
         documents = lengths if keep_apart else (sum(lengths),)
-        logits = self._logits(input_ids=ids, position_ids=positions, **self._separate(documents))
+        logits = self.logits(input_ids=ids, position_ids=positions, **self._separate(documents))
         return logits[0, lengths[0] :]
 
     def _separate(self, lengths: Sequence[int]) -> dict[str, Any]:
@@ -494,12 +601,17 @@ class _Rows:
             mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
         return {"attention_mask": mask[None, None]}
 
-    def _logits(self, **inputs: Any) -> torch.Tensor:
-        shape = inputs["input_ids"].shape
+    def run(self, **inputs: Any) -> Any:
+        """Return what the model gives as logits."""
         if not self.takes_positions:
             del inputs["position_ids"]
         with _code_of_model(_CannotRun):
-            logits = self.model(**inputs, use_cache=False).logits
+            return self.model(**inputs, use_cache=False).logits
+
+    def logits(self, **inputs: Any) -> torch.Tensor:
+        """Return the logits of all tokens."""
+        shape = inputs["input_ids"].shape
+        logits = self.run(**inputs)
         if not isinstance(logits, torch.Tensor) or logits.shape[:2] != shape:
             sizes = list(getattr(logits, "shape", ()))
             raise _CannotRun(f"its logits {sizes} are not those of its tokens {list(shape)}")
@@ -515,9 +627,9 @@ class _Rows:
     def _compare(self, lengths: tuple[int, int]) -> _Comparison:
         second = self.documents[2][:, : lengths[1]]
         positions = torch.arange(lengths[1])[None]
-        alone = self._logits(input_ids=second, position_ids=positions)[0]
+        alone = self.logits(input_ids=second, position_ids=positions)[0]
         pair = torch.cat([second, self.documents[0][:, : lengths[1]]])
-        together = self._logits(input_ids=pair, position_ids=positions.expand(2, -1))[0]
+        together = self.logits(input_ids=pair, position_ids=positions.expand(2, -1))[0]
         packed = self.pack_logits(0, lengths)
         unit = torch.finfo(torch.float32).eps * float(alone.abs().max())
         controls = (self.pack_logits(first, lengths, keep_apart=False) for first in (0, 1))
@@ -536,7 +648,7 @@ class _Rows:
         """Return the classes of the innermost modules that compute document 2 otherwise than alone."""
 
         def compute_alone() -> None:
-            self._logits(input_ids=self.documents[2][:, :_SECOND], position_ids=torch.arange(_SECOND)[None])
+            self.logits(input_ids=self.documents[2][:, :_SECOND], position_ids=torch.arange(_SECOND)[None])
 
         return self._first_that_differ(lambda: self.pack_logits(0), compute_alone, allowed)
 

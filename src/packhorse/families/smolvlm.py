@@ -33,6 +33,7 @@ class SmolVLM(Family):
         "pixel_attention_mask": TensorLayout(("image", "video"), "sample", ragged=True),
     }
     caveats: ClassVar[tuple[str, ...]] = ("an image and a video in one sample are rejected",)
+    pixel_masks: ClassVar[Mapping[str, str]] = {"pixel_values": "pixel_attention_mask"}
 
     def media_token_ids(self, encoder: Encoder) -> frozenset[int]:
         """One token for images and frames."""

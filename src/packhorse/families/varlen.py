@@ -77,21 +77,52 @@ def varlen_attention(
             )
     if dropout:
         raise ConfigError.of("attention_dropout", dropout, "varlen attention has no dropout: set it to 0")
+    if max_length_q is None:
+        detail = "cu_seq_lens_q needs it too: use the batch of the collater unchanged"
+        raise ConfigError.of("max_length_q", None, detail)
+    longest = int(max_length_q)
+    return attend_by_segment(query, key, value, cu_seq_lens_q, longest, scaling, sliding_window), None
+
+
+def attend_by_segment(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cumulative: torch.Tensor,
+    longest: int,
+    scaling: float | None = None,
+    window: int | None = None,
+    *,
+    causal: bool = True,
+) -> torch.Tensor:
+    """Attention inside each segment of the flattened batch [B * S]: PyTorch's kernel on a GPU, else sdpa.
+
+    Args:
+        query: [B, heads, S, width], as are ``key`` and ``value``; these may have fewer heads.
+        key: likewise.
+        value: likewise.
+        cumulative: where segments begin, and the end of the last one.
+        longest: tokens of the longest segment.
+        scaling: of scores; None for the usual one.
+        window: tokens that a token attends to, with itself; None for all.
+        causal: whether tokens attend to those before them only.
+
+    Returns:
+        [B, S, heads, width].
+    """
     # Under autocast the rotary embedding returns float32, which no kernel for packs takes.
     device = query.device.type
     if torch.is_autocast_enabled(device):
         half = torch.get_autocast_dtype(device)
         query, key, value = (states.to(half) for states in (query, key, value))
     rows, _, length, _ = query.shape
-    if max_length_q is None:
-        detail = "cu_seq_lens_q needs it too: use the batch of the collater unchanged"
-        raise ConfigError.of("max_length_q", None, detail)
     flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
-    if query.is_cuda:
-        result = _run_kernel(flat, cu_seq_lens_q, int(max_length_q), scaling, sliding_window)
+    # Towers also compute in float32, in evaluation without autocast, say; decoders run sdpa then.
+    if query.is_cuda and (causal or query.dtype in (torch.float16, torch.bfloat16)):
+        result = _run_kernel(flat, cumulative, longest, scaling, window, causal)
     else:
-        result = _run_sdpa(flat, cu_seq_lens_q, scaling, sliding_window)
-    return result.view(rows, length, *result.shape[1:]), None
+        result = _run_sdpa(flat, cumulative, scaling, window, causal)
+    return result.view(rows, length, *result.shape[1:])
 
 
 def _window_mask(query: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor | None:
@@ -108,6 +139,7 @@ def _run_kernel(
     longest: int,
     scaling: float | None,
     window: int | None,
+    causal: bool,
 ) -> torch.Tensor:
     """Run PyTorch's kernel on queries, keys and values [B * S, heads, width]."""
     query, key, value = flat
@@ -122,9 +154,9 @@ def _run_kernel(
         groups = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     if "window_size" in takes:
-        options["window_size"] = (-1 if window is None else window - 1, 0)
+        options["window_size"] = (-1 if window is None else window - 1, 0 if causal else -1)
     elif window is None:
-        options["is_causal"] = True
+        options["is_causal"] = causal
     else:
         raise ConfigError.of(
             "sliding_window", window, "PyTorch's varlen kernel has none: update it, or use flex_attention"
@@ -147,16 +179,20 @@ def varlen_kernel() -> tuple[Any, frozenset[str]]:
 
 
 def _run_sdpa(
-    flat: Sequence[torch.Tensor], cumulative: torch.Tensor, scaling: float | None, window: int | None
+    flat: Sequence[torch.Tensor],
+    cumulative: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    causal: bool,
 ) -> torch.Tensor:
-    """Run sdpa on each document of queries, keys and values [B * S, heads, width]."""
+    """Run sdpa on each segment of queries, keys and values [B * S, heads, width]."""
     outputs = []
     for start, stop in pairwise(cumulative.tolist()):
         q, k, v = (states[start:stop].transpose(0, 1)[None] for states in flat)
         mask = _window_mask(q, k, window)
         grouped = q.shape[1] != k.shape[1]
         output = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+            q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scaling, enable_gqa=grouped
         )
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)

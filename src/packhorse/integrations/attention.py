@@ -21,6 +21,17 @@ from packhorse.families import FAMILIES
 from packhorse.families.models import attention_of, class_of, set_attention, supports_sdpa
 from packhorse.families.packing import inspect_packing
 from packhorse.families.varlen import register_varlen, varlen_kernel
+from packhorse.families.vision import (
+    FLASH_VARLEN,
+    ONE_CALL,
+    PER_ITEM,
+    attend_in_one_call,
+    attend_per_item,
+    attention_of_tower,
+    find_towers,
+    head_width,
+    runs_in_one_call,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -109,6 +120,7 @@ _FLASH_PACKAGES = dict(zip(FLASH, ("flash-attn", "flash-attn-3", "flash-attn-4")
 # transformers passes attention sinks to these alone; to others it does not, silently.
 _FLASH_WITH_SINKS = ("flash_attention_4", "flash-attn4", "vllm-flash-attn3", "aiter-flash-attn")
 _WIDEST_HEAD = 256  # of the kernels of flash attention, which varlen uses too
+_HEAD_STEP = 8  # of kernels that do not pad; the decoders of models have such heads
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
@@ -327,3 +339,75 @@ def choose_attention(
     reasons = "\n".join(f"- {backend}: {'; '.join(why)}" for backend, why in rejected.items())
     detail = f"no backend is right for this model on {info.device}:\n{reasons}"
     raise ConfigError.of("attn_implementation", "auto", detail)
+
+
+# Vision towers.
+
+
+def check_vision(vision: str) -> None:
+    """Raise ConfigError for another value of ``vision`` than :func:`packhorse.prepare` takes."""
+    if vision not in (choices := ("auto", ONE_CALL, PER_ITEM)):
+        hint = suggest(vision, choices)
+        raise ConfigError.of("vision", vision, f"expected one of {', '.join(choices)}{hint}")
+
+
+def use_vision(
+    model: PreTrainedModel, vision: str, info: AttentionInfo, decoder: str, dtype: torch.dtype | None = None
+) -> tuple[str, str]:
+    """Let the attention of a model's vision tower run once for all images, or once for each image.
+
+    Args:
+        model: the model.
+        vision: ``"one_call"``, ``"per_item"``, or ``"auto"``: in one call on a GPU, if that is right.
+        info: about the model.
+        decoder: the attention of its decoder. If that is a flash attention, the tower runs it too.
+        dtype: of the tower in computations; None for that of its weights.
+
+    Returns:
+        What the tower does, ``""`` for a model without a tower that could do either; and with ``"auto"`` on a
+        GPU why it is not one call.
+
+    Raises:
+        ConfigError: one call is requested, and impossible.
+    """
+    towers = find_towers(model)
+    if not towers:
+        if vision == ONE_CALL:
+            why = "has no vision tower that is known to call its attention for each image: leave vision out"
+            raise ConfigError.of("vision", vision, f"{class_of(model).__name__} {why}")
+        return "", ""
+    flash = decoder in FLASH or (is_hub_kernel(decoder) and "flash" in decoder)
+    attention = check_attention(decoder) if flash else FLASH_VARLEN
+    problems = {why: None for tower in towers for why in _tower_problems(tower, attention, info, dtype)}
+    if vision == ONE_CALL and problems:
+        raise ConfigError.of("vision", vision, f"it is wrong here: {'; '.join(problems)}")
+    one_call = vision == ONE_CALL or (vision == "auto" and info.device == "cuda" and not problems)
+    for tower in towers:
+        ours = attention_of_tower(tower) == FLASH_VARLEN
+        if one_call or (vision == "auto" and runs_in_one_call(tower) and not ours):
+            attend_in_one_call(tower, attention if one_call else attention_of_tower(tower))
+        elif runs_in_one_call(tower):
+            attend_per_item(tower)
+    mode = ONE_CALL if all(map(runs_in_one_call, towers)) else PER_ITEM
+    reported = vision == "auto" and mode == PER_ITEM and info.device == "cuda"
+    return mode, "; ".join(problems) if reported else ""
+
+
+def _tower_problems(
+    tower: PreTrainedModel, attention: str, info: AttentionInfo, dtype: torch.dtype | None
+) -> tuple[str, ...]:
+    """Return why an attention would be wrong for all images of a tower in one call; empty if it is right."""
+    weights = next((weight.dtype for weight in tower.parameters() if weight.is_floating_point()), info.dtype)
+    towers_info = AttentionInfo(
+        device=info.device,
+        dtype=dtype or weights,
+        capability=info.capability,
+        varlen=info.varlen,
+        flash=info.flash,
+        kernels=info.kernels,
+        head=(width := head_width(tower)),
+    )
+    problems = unsupported_features(towers_info, "varlen" if attention == FLASH_VARLEN else attention)
+    if attention == FLASH_VARLEN and info.device == "cuda" and width % _HEAD_STEP:
+        problems += (f"its heads have a multiple of {_HEAD_STEP} dimensions, the tower's {width}",)
+    return problems

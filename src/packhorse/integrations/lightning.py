@@ -10,7 +10,7 @@ import torch
 from packhorse.errors import ConfigError, require
 from packhorse.families.models import models_in, unwrap
 from packhorse.families.router_loss import has_router_loss
-from packhorse.integrations.loss import batch_loss, loss_weights_of, token_loss
+from packhorse.integrations.loss import batch_loss, batch_token_loss
 from packhorse.integrations.trainer_feed import StepFeed, check_model, check_world
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def step_loss(trainer: Trainer, output: Any, batch: Mapping[str, Any], tokens: f
 
     Args:
         trainer: of Lightning.
-        output: of the model; its logits [B, S, vocabulary] are enough if it has no auxiliary loss.
+        output: of the model; its logits are enough if it has no auxiliary loss.
         batch: first part of what :class:`LoaderDataModule` yields.
         tokens: second part.
 
@@ -111,4 +111,4 @@ def step_loss(trainer: Trainer, output: Any, batch: Mapping[str, Any], tokens: f
     if routed:
         return batch_loss(routed[0], output, batch, tokens, replicas)
     logits = output if isinstance(output, torch.Tensor) else output.logits
-    return token_loss(logits, batch["labels"], tokens, replicas, loss_weights_of(batch))
+    return batch_token_loss(logits, batch, tokens, replicas)

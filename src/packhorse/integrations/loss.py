@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from packhorse.chat import IGNORE_INDEX
-from packhorse.collate.packed import model_inputs
+from packhorse.collate.packed import known_supervised, model_inputs
 from packhorse.distributed import has_process_group, reachable_device
 from packhorse.errors import ConfigError
+from packhorse.families.logits import TokenLogProbs, supervised_positions
 from packhorse.families.router_loss import scaled_router_loss
 from packhorse.types import World, to_device
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from packhorse.loader.loader import Loader
 
 Item = TypeVar("Item")
-
-_ROWS = 1024  # tokens per chunk: 0.6 GB in float32 with a vocabulary of 150,000
 
 
 def token_loss(
@@ -50,7 +48,8 @@ def token_loss(
     in addition to the logits and their gradient. Rows without a label cost nothing.
 
     Args:
-        logits: [B, S, vocabulary].
+        logits: [B, S, vocabulary]; or those of the supervised tokens alone, as a prepared model computes
+            them, or their log-probabilities: see :func:`token_log_probs`.
         labels: [B, S], already shifted: the token after ``input_ids[:, t]``, or -100. May hold no label
             at all: then the loss is 0, and so are all gradients.
         tokens: supervised tokens of the step (the sum of their weights, if rows have weights), of all ranks
@@ -62,17 +61,41 @@ def token_loss(
     Raises:
         ConfigError: the shapes do not fit.
     """
+    return _token_loss(logits, labels, tokens, replicas, weights)
+
+
+def _token_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    tokens: float | torch.Tensor,
+    replicas: int,
+    weights: torch.Tensor | None,
+    supervised: int | None = None,
+) -> torch.Tensor:
+    """As :func:`token_loss`; ``supervised`` is the number of labels if it is known without reading them."""
+    if weights is not None and weights.shape != labels.shape:
+        expected = f"expected the shape [B, S] of the labels {tuple(labels.shape)}"
+        raise ConfigError.of("weights", tuple(weights.shape), expected)
+    positions = _positions(logits, labels, supervised)
+    factors = None
     if weights is not None:
-        if weights.shape != labels.shape:
-            expected = f"expected the shape [B, S] of the labels {tuple(labels.shape)}"
-            raise ConfigError.of("weights", tuple(weights.shape), expected)
-        weights = weights.to(labels.device)
-        labels = labels.masked_fill(weights == 0, IGNORE_INDEX)  # they cost nothing
-    log_probs = token_log_probs(logits, labels)
-    if weights is not None:
-        log_probs = log_probs * weights[labels != IGNORE_INDEX].to(log_probs)
+        factors = to_device(weights, labels.device).flatten()[positions]
+    log_probs = _log_probs_at(logits, labels, positions, factors)
     summed = -log_probs.sum()
+    if supervised is not None and labels.device.type != "cpu" and logits.shape[:-1] != labels.shape:
+        # Labels that were added on the device have no logits; an error would have to wait for the device.
+        added = (labels != IGNORE_INDEX).sum() > supervised
+        summed = summed * torch.where(added, float("nan"), 1.0).to(summed.device)
     return summed * _scale(tokens, replicas, summed.device)
+
+
+def batch_token_loss(
+    logits: torch.Tensor, batch: Mapping[str, Any], tokens: float | torch.Tensor, replicas: int = 1
+) -> torch.Tensor:
+    """As :func:`token_loss`, with the labels and weights of a batch; one of a loader waits for no GPU."""
+    labels = batch["labels"]
+    supervised = known_supervised(batch, labels)
+    return _token_loss(logits, labels, tokens, replicas, loss_weights_of(batch), supervised)
 
 
 def _scale(tokens: float | torch.Tensor, replicas: int, device: torch.device) -> float | torch.Tensor:
@@ -107,7 +130,7 @@ def batch_loss(
     Raises:
         ConfigError: the model was not prepared, so padding counts in its auxiliary loss.
     """
-    loss = token_loss(output.logits, batch["labels"], tokens, replicas, loss_weights_of(batch))
+    loss = batch_token_loss(output.logits, batch, tokens, replicas)
     auxiliary = scaled_router_loss(model, output)
     if auxiliary is None:
         return loss
@@ -122,51 +145,56 @@ def token_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     addition to the logits and their gradient.
 
     Args:
-        logits: [B, S, vocabulary].
+        logits: [B, S, vocabulary]; or what a model gives for ``model_inputs(batch, model)`` that is prepared
+            to compute less: logits [1, N, vocabulary] or [N, vocabulary] of the supervised tokens alone, or
+            their log-probabilities [N] (``prepare(model, logits="chunked")``), which are returned.
         labels: [B, S], already shifted.
 
     Raises:
         ConfigError: the shapes do not fit.
     """
-    if logits.shape[:-1] != labels.shape:
-        detail = f"expected the shape [B, S] of the logits {tuple(logits.shape)}"
-        hint = "labels of a batch are already shifted, do not cut them"
-        raise ConfigError.of("labels", tuple(labels.shape), f"{detail}; {hint}")
-    log_probs: torch.Tensor = _TokenLogProbs.apply(logits, labels.to(logits.device))  # type: ignore[no-untyped-call]
-    return log_probs
+    supervised = _count_labels(labels)
+    positions = _positions(logits, labels, supervised)
+    # A model computes the logits of one token where no token has a label.
+    return _log_probs_at(logits, labels, positions)[:supervised]
 
 
-class _TokenLogProbs(torch.autograd.Function):
-    """Log-probabilities of labels; saves the logits and one number per label."""
+def _count_labels(labels: torch.Tensor) -> int:
+    return int((labels != IGNORE_INDEX).sum())
 
-    @staticmethod
-    def forward(context: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        flat, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        rows = torch.nonzero(targets != IGNORE_INDEX).flatten()
-        exact = torch.promote_types(logits.dtype, torch.float32)
-        log_probs, norms = logits.new_empty(len(rows), dtype=exact), logits.new_empty(len(rows), dtype=exact)
-        for some, log_prob, norm in zip(
-            *(torch.split(each, _ROWS) for each in (rows, log_probs, norms)), strict=True
-        ):
-            scores = flat[some].to(exact)
-            norm.copy_(scores.logsumexp(-1))
-            torch.sub(scores.gather(-1, targets[some, None])[:, 0], norm, out=log_prob)
-        context.save_for_backward(logits, targets, rows, norms)
-        return log_probs
 
-    @staticmethod
-    @once_differentiable
-    def backward(context: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits, targets, rows, norms = context.saved_tensors
-        gradient = torch.zeros_like(logits, memory_format=torch.contiguous_format)
-        flat, into = logits.reshape(-1, logits.shape[-1]), gradient.view(-1, logits.shape[-1])
-        for some, norm, scale in zip(
-            *(torch.split(each, _ROWS) for each in (rows, norms, outer)), strict=True
-        ):
-            shares = flat[some].to(norm.dtype).sub_(norm[:, None]).exp_()  # of a copy: rows were picked
-            shares.scatter_add_(-1, targets[some, None], shares.new_full((len(some), 1), -1.0))
-            into[some] = shares.mul_(-scale[:, None]).to(gradient.dtype)
-        return gradient, None
+def _positions(logits: torch.Tensor, labels: torch.Tensor, supervised: int | None) -> torch.Tensor:
+    """Return the positions of the supervised tokens; ConfigError if the logits are of others."""
+    if logits.shape[:-1] == labels.shape:
+        return supervised_positions(labels, _count_labels(labels))
+    supervised = _count_labels(labels) if supervised is None else supervised
+    number = max(supervised, 1)  # a model computes the logits of one token where no token has a label
+    if logits.shape[:-1] in ((1, number), (number,)) or logits.shape == (number,):
+        return supervised_positions(labels, number)
+    detail = f"expected the shape [B, S] of the logits {tuple(logits.shape)}, or {supervised:,} supervised"
+    hint = "tokens, as the logits have; labels of a batch are already shifted, do not cut them"
+    raise ConfigError.of("labels", tuple(labels.shape), f"{detail} {hint}")
+
+
+def _log_probs_at(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    positions: torch.Tensor,
+    factors: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the log-probabilities of the labels at these positions [N], times factors."""
+    targets = labels.flatten()[positions]
+    if factors is not None:
+        targets = targets.masked_fill(factors == 0, IGNORE_INDEX)  # whatever their logits are
+    targets = to_device(targets, logits.device)
+    if logits.dim() == 1:  # computed in chunks
+        log_probs = logits.masked_fill(targets == IGNORE_INDEX, 0)
+    else:
+        rows = to_device(positions, logits.device) if logits.shape[:-1] == labels.shape else None
+        log_probs = TokenLogProbs.apply(logits, rows, targets)  # type: ignore[no-untyped-call]
+    return (
+        log_probs if factors is None else log_probs * to_device(factors.to(log_probs.dtype), log_probs.device)
+    )
 
 
 def loss_weights_of(batch: Mapping[str, Any]) -> torch.Tensor | None:
@@ -316,12 +344,11 @@ def evaluate(model: torch.nn.Module, loader: Loader, group: dist.ProcessGroup | 
     device = next(model.parameters()).device
     totals = torch.zeros(4, dtype=torch.float64)  # cross entropy, weights, tokens, loss of the router
     with evaluation_mode(model):
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(loader.compact_batches()):
             moved = to_device(batch, device)
-            inputs = model_inputs(moved, None if number else model)  # checking one batch is enough
-            weights = loss_weights_of(batch)
+            inputs = model_inputs(moved, model, check=not number)  # checking one batch is enough
             output, weight = model(**inputs), count_batch_supervised(batch)
-            totals[0] += token_loss(output.logits, moved["labels"], 1, weights=weights).cpu()
+            totals[0] += batch_token_loss(output.logits, moved, 1).cpu()
             totals[1] += weight
             totals[2] += batch.info.supervised
             if (auxiliary := scaled_router_loss(model, output)) is not None:

@@ -27,7 +27,7 @@ from packhorse.collate.packed import model_inputs
 from packhorse.distributed import has_process_group, reachable_device
 from packhorse.errors import ConfigError, suggest
 from packhorse.integrations.loss import count_supervised, evaluation_mode, token_log_probs
-from packhorse.types import Batch, BatchInfo, DocumentRole
+from packhorse.types import Batch, BatchInfo, DocumentRole, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +81,15 @@ def document_log_probs(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     :func:`~packhorse.integrations.loss.token_log_probs`.
 
     Args:
-        logits: [B, S, vocabulary], of ``model(**model_inputs(batch))``.
+        logits: of ``model(**model_inputs(batch, model))``: [B, S, vocabulary], or what
+            :func:`~packhorse.integrations.loss.token_log_probs` takes of a model that computes less.
         batch: of a loader.
     """
     info, labels = info_of(batch), labels_of(batch)
     values = token_log_probs(logits, labels)
     documents = _document_of_tokens(info, labels.shape)[labels != IGNORE_INDEX]
-    return values.new_zeros(_number_of_documents(info)).index_add(0, documents.to(values.device), values)
+    documents = to_device(documents, values.device)  # does not wait for a GPU
+    return values.new_zeros(_number_of_documents(info)).index_add(0, documents, values)
 
 
 def document_rewards(values: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -88,7 +88,7 @@ class TrainerFeed:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader)  # starts the next epoch if this one is over
+        batches = self.loader.compact_batches()  # starts the next epoch if this one is over
         if self.loader.epoch != self.epoch:
             self._reset()
         return self._deliver(batches)

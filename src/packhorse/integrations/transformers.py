@@ -19,7 +19,9 @@ import torch
 
 from packhorse.collate.packed import model_inputs
 from packhorse.errors import ConfigError, require
+from packhorse.families.logits import LogitsChoice, LogitsMode, set_logits
 from packhorse.families.models import (
+    class_of,
     honours_shift_labels,
     is_compiled,
     make_honour_shift_labels,
@@ -27,6 +29,7 @@ from packhorse.families.models import (
     unwrap,
 )
 from packhorse.families.packing import accept_unproven, check_packable
+from packhorse.families.probe import probe_logits
 from packhorse.families.router_loss import (
     check_model_router_loss,
     check_router_loss,
@@ -36,7 +39,14 @@ from packhorse.families.router_loss import (
     takes_router_mask,
 )
 from packhorse.families.stateful import BOUNDARIES, PER_DOCUMENT, check_mode, install, layers_of
-from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
+from packhorse.families.vision import ONE_CALL
+from packhorse.integrations.attention import (
+    check_vision,
+    choose_attention,
+    inspect_attention,
+    use_attention,
+    use_vision,
+)
 from packhorse.integrations.loss import (
     batch_loss,
     check_plain_answers,
@@ -196,7 +206,7 @@ class TrainFromLoader:
         """Move inputs; the Trainer alone would not move block masks nor keep ``info``."""
         moved = to_device(inputs, self.args.device)  # type: ignore[attr-defined]
         prepared = super()._prepare_inputs(moved)  # type: ignore[misc]
-        return Batch(prepared, inputs.info) if isinstance(inputs, Batch) else prepared
+        return Batch(prepared, moved.info) if isinstance(moved, Batch) else prepared
 
     def compute_loss(
         self,
@@ -208,7 +218,7 @@ class TrainFromLoader:
         """Return the contribution of a micro-batch to the mean over the step's tokens; see :mod:`.loss`."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
-        outputs = model(**model_inputs(inputs))
+        outputs = model(**model_inputs(inputs, model, check=False))  # the feed has checked the model
         tokens = count_batch_supervised(inputs) if num_items_in_batch is None else num_items_in_batch
         ranks = int(self.accelerator.num_processes)  # type: ignore[attr-defined]
         loss = batch_loss(model, outputs, inputs, tokens, ranks)
@@ -382,8 +392,15 @@ class Prepared:
             it was measured.
         router_loss: whether the model adds the auxiliary loss of its router (``output_router_logits=True``),
             in which only tokens of documents count.
+        logits: which ones the model computes for ``model_inputs(batch, model)``: ``"supervised"``,
+            ``"chunked"`` (none, but log-probabilities) or ``"all"``.
+        all_logits: that the model computes all of them nevertheless, or those of batches of several rows, and
+            why; empty if it does not, or ``logits="all"`` was requested.
         unproven: why no test and no measurement shows it for this model, with ``allow_unproven=True``; empty
             if one does.
+        vision: ``"one_call"`` if the attention of the vision tower runs once for all images, ``"per_item"``
+            if once for each image; empty for models without a tower that could do either.
+        vision_problem: why it runs once for each image on a GPU with ``vision="auto"``.
     """
 
     model: str
@@ -393,7 +410,11 @@ class Prepared:
     computes_loss: bool
     tested: bool
     router_loss: bool = False
+    logits: LogitsMode = "all"
+    all_logits: str = ""
     unproven: str = ""
+    vision: str = ""
+    vision_problem: str = ""
 
     @property
     def proven(self) -> bool:
@@ -404,16 +425,29 @@ class Prepared:
         parts = [f"{self.attn_implementation} attention"]
         for name, count in self.stateful_layers.items():
             parts.append(describe_layers(name, count, BOUNDARIES if name in self.kernels else PER_DOCUMENT))
+        if self.vision:
+            images = "for all images" if self.vision == ONE_CALL else "per image"
+            why = f" ({self.vision_problem})" if self.vision_problem else ""
+            parts.append(f"one attention call {images} in the vision tower{why}")
         if self.computes_loss:
             parts.append("the loss computed from shift_labels by hooks")
         if self.router_loss:
             parts.append("only tokens of documents in the router's auxiliary loss")
+        parts += [_LOGITS[self.logits]] if self.logits != "all" else []
+        parts += [self.all_logits] if self.all_logits else []
         proof = "" if self.tested else " (measured on a tiny copy: packed equals unpacked)"
         if not self.proven:
             proof = (
                 f" (not proven that packed equals unpacked: {self.unproven}; packhorse parity measures it)"
             )
         return f"{self.model}: {'; '.join(parts)}{proof}"
+
+
+_LOGITS: dict[LogitsMode, str] = {
+    "all": "",
+    "supervised": "logits of supervised tokens only",
+    "chunked": "log-probabilities of supervised tokens in chunks, without logits",
+}
 
 
 def describe_layers(name: str, count: int, mode: str) -> str:
@@ -437,16 +471,19 @@ def prepare(
     autocast: torch.dtype | None = None,
     longest: int | None = None,
     stateful: str = "auto",
+    vision: str = "auto",
+    logits: str = "auto",
     allow_unproven: bool = False,
 ) -> Prepared:
     """Make a model of transformers ready for packed training.
 
-    Sets the decoder's attention (not the vision tower's) and ``use_cache=False``: with a cache, transformers
-    takes each row for one document. Layers that carry state (linear attention, state spaces, short
-    convolutions) get their inputs document by document. If the installed transformers would shift the labels
-    of a batch again, the model gets hooks that compute its loss from ``shift_labels``. A mixture of experts
-    gets a forward pass in which only tokens of documents count in the auxiliary loss of its router
-    (``output_router_logits=True``). Weights do not change.
+    Sets the decoder's attention and ``use_cache=False``: with a cache, transformers takes each row for one
+    document. On a GPU the attention of a vision tower runs once for all images, instead of once for each.
+    Layers that carry state (linear attention, state spaces, short convolutions) get their inputs document by
+    document. If the installed transformers would shift the labels of a batch again, the model gets hooks that
+    compute its loss from ``shift_labels``. A mixture of experts gets a forward pass in which only tokens of
+    documents count in the auxiliary loss of its router (``output_router_logits=True``). Weights do not
+    change.
 
     Args:
         model: the model, before or after it is moved to its device; also inside PEFT, DDP, FSDP or
@@ -463,6 +500,17 @@ def prepare(
             of documents of similar length; ``"boundaries"`` calls them once, if packages with kernels that
             take boundaries are installed (flash-linear-attention, causal-conv1d, mamba-ssm); ``"auto"`` is
             ``"boundaries"`` on a GPU.
+        vision: how often a layer of the vision tower calls its attention: ``"one_call"`` once for all images
+            of a batch, with PyTorch's varlen kernel (or the decoder's flash attention); ``"per_item"`` once
+            for each image, with sdpa, as transformers does; ``"auto"`` is ``"one_call"`` on a GPU, where the
+            kernel is right for the tower. Towers that run padded in one call do not change.
+        logits: which ones the model computes for :func:`packhorse.model_inputs` with ``model``.
+            ``"supervised"``: those of tokens with a label, which are all that a loss reads. ``"chunked"``:
+            none; ``output.logits`` are then the log-probabilities [N] of the labels, computed a thousand
+            tokens at a time, and once more in the backward pass, so large vocabularies need little memory.
+            ``"all"``. ``"auto"`` is ``"supervised"`` if a measurement on a tiny copy shows that the model
+            computes these, else ``"all"``. Losses of Packhorse take all of them, and ``model(**batch).loss``
+            stays as it is.
         allow_unproven: also prepare a model whose only problem is that nothing proves packed rows right for
             it (a class that takes images and has no test, say). Run ``packhorse parity`` first. Loaders,
             trainers and :func:`packhorse.model_inputs` then accept this very model.
@@ -471,9 +519,13 @@ def prepare(
         What was set.
 
     Raises:
-        ConfigError: the backend would be wrong for this model, or the model cannot be trained on packs.
+        ConfigError: the backend would be wrong for this model, the model cannot be trained on packs, or does
+            not compute the ``logits``.
     """
     check_stateful(stateful)
+    check_vision(vision)
+    if logits not in (choices := ("auto", *_LOGITS)):
+        raise ConfigError.of("logits", logits, f"expected one of {', '.join(choices)}")
     if not isinstance(model, torch.nn.Module):
         what = f"prepare changes the model itself, and model is a {type(model).__name__}"
         expected = "the model that AutoModelForImageTextToText.from_pretrained(…) returned"
@@ -487,13 +539,17 @@ def prepare(
         info = replace(info, no_boundaries=info.no_boundaries or "nothing proves that this model uses them")
     backend = choose_attention(info, attn_implementation or "auto", longest)
     check_mode(layers_of(inner, packing.layers), stateful)
+    towers, problem = use_vision(inner, vision, info, backend, autocast or dtype)
+    choice, all_logits = _choose_logits(inner, logits)
     use_attention(inner, backend)
     for config in (inner.config, inner.config.get_text_config()):
         config.use_cache = False
     make_honour_shift_labels(inner)
     install_router_loss(inner)
     layers = install(inner, packing.layers, stateful, info.device)
-    if (layers or takes_router_mask(inner)) and is_compiled(model):
+    set_logits(inner, choice)
+    hooks = layers or towers == ONE_CALL or takes_router_mask(inner) or choice.mode == "chunked"
+    if hooks and is_compiled(model):
         torch.compiler.reset()  # code compiled before has no hooks
     if packing.problems:
         accept_unproven(inner)
@@ -505,7 +561,29 @@ def prepare(
         computes_loss=not honours_shift_labels(type(inner)),
         tested=packing.tested,
         router_loss=has_router_loss(inner.config),
+        logits=choice.mode,
+        all_logits=all_logits,
         unproven="; ".join(packing.problems),
+        vision=towers,
+        vision_problem=problem,
     )
     logger.info("%s", prepared)
     return prepared
+
+
+def _choose_logits(model: Any, requested: str) -> tuple[LogitsChoice, str]:
+    """Return which logits a model computes, and of which batches, and why, it computes all nevertheless."""
+    if requested == "all":
+        return LogitsChoice(), ""
+    name = class_of(model).__name__
+    measured = probe_logits(class_of(model), model.config)
+    mode: LogitsMode = "chunked" if requested == "chunked" else "supervised"
+    problem = measured.one_row or (measured.chunked if mode == "chunked" else "")
+    if problem and requested != "auto":
+        why = f'{name} does not compute them ({problem}). Use logits="auto"'
+        raise ConfigError.of("logits", requested, why)
+    if problem:
+        return LogitsChoice(), f"all logits, because {name} computes no others ({problem})"
+    if why := measured.several_rows:
+        return LogitsChoice(mode, several_rows=False), f"all logits of batches of several rows ({why})"
+    return LogitsChoice(mode), ""

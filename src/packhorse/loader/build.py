@@ -35,7 +35,17 @@ from packhorse.loader.config import LoaderConfig, as_dtype
 from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.startup import ModelInfo, attn_backend
 from packhorse.pp_media import prepare_vlm_media_for_pp
-from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaMask, Sample, WorkItem
+from packhorse.types import (
+    MEDIA_KINDS,
+    Batch,
+    BatchInfo,
+    Drop,
+    MediaMask,
+    PixelFormat,
+    Sample,
+    WorkItem,
+    expand_tensors,
+)
 from packhorse.utils import pool
 
 logger = getLogger("packhorse.loader")
@@ -140,15 +150,26 @@ class BatchBuilder:
         for pack in item.packs:
             rows += self.split_rows([(index, sample) for index in pack for sample in self.documents(index)])
         rows, batch = self._collate_usable(rows, item.media_mask)
-        microbatches = self.config.pipeline_microbatches
+        pixels, microbatches = self._pixel_formats(batch), self.config.pipeline_microbatches
+        if not item.keep_bytes or microbatches is not None:
+            batch, pixels = {**batch, **expand_tensors(batch, pixels)}, {}
         if microbatches is not None:
             batch = dict(prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), microbatches))
+        elif self.model.vision is not None:
+            batch |= self.model.vision.of_batch(batch)
         info = self._describe(item, self.in_order(rows), batch, time.perf_counter() - started)
+        info = replace(info, pixels=pixels)
         inputs = loss_inputs(batch)
         if self.config.task == "preference":  # model(**batch) must not train on rejected answers
             info = replace(info, labels=inputs.pop("labels"))
             del inputs["shift_labels"]
         return Built(Batch(inputs, info))
+
+    def _pixel_formats(self, batch: Mapping[str, Any]) -> dict[str, PixelFormat]:
+        """Return the tensors of a batch whose pixels are bytes, with what they become."""
+        compact = self.samples.encoder.compact
+        formats = {} if compact is None else compact.formats
+        return {key: replace(one, dtype=self.pixel_dtype) for key, one in formats.items() if key in batch}
 
     def _describe(
         self, item: WorkItem, rows: Sequence[Row], batch: Mapping[str, Any], seconds: float

@@ -35,6 +35,7 @@ OnBad = Literal["skip", "raise"]
 OnOverlong = Literal["drop", "truncate", "raise"]
 Placeholder = Literal["auto", "never"]
 Verify = Literal["changed", "full"]
+Pixels = Literal["auto", "compact", "processor"]
 
 # Names of other libraries (transformers, TRL, LLaMA-Factory, NeMo, Lightning) for our settings.
 _OTHER_NAMES = {
@@ -88,6 +89,11 @@ class LoaderConfig:
             None takes the model's, or ``"sdpa"`` without a model. A model that runs another one raises.
         pixel_dtype: dtype that pixels are converted to, such as ``"bfloat16"``; None takes the model's, or
             leaves pixels as they are.
+        pixels: ``"compact"``: batches are yielded with pixels as bytes, which :func:`packhorse.to_device`
+            (``batch.to``) and :func:`packhorse.model_inputs` turn into what the processor returns, on the
+            device; if that is right for the processor, which is tried out at the start. ``"auto"`` does so
+            for ``TrainFromLoader``, Accelerate and Lightning, which move batches so; in a loop of your own,
+            batches hold what the processor returns. ``"processor"``: always.
         alignment: pad each document to a multiple of this many tokens (2 x context-parallel size).
         on_overlong: drop and record samples that are longer than a pack, truncate them, or raise.
         on_bad: drop and record samples that fail, or raise.
@@ -137,6 +143,7 @@ class LoaderConfig:
     seed: int = 0
     attn_implementation: AttnImplementation | None = None
     pixel_dtype: str | torch.dtype | None = None
+    pixels: Pixels = "auto"
     alignment: int = 1
     on_overlong: OnOverlong = "drop"
     on_bad: OnBad = "skip"
@@ -295,6 +302,7 @@ def load(  # noqa: D417 (the settings are documented once, in LoaderConfig)
     seed: int = 0,
     attn_implementation: AttnImplementation | None = None,
     pixel_dtype: str | torch.dtype | None = None,
+    pixels: Pixels = "auto",
     alignment: int = 1,
     on_overlong: OnOverlong = "drop",
     on_bad: OnBad = "skip",

@@ -43,6 +43,7 @@ from packhorse.loader.metrics import Metrics
 from packhorse.loader.startup import (
     attn_backend,
     check_batches,
+    compact_samples,
     describe_data,
     describe_remedy,
     open_data,
@@ -140,6 +141,8 @@ class Loader:
         self.model_name, self._model_proven = opened.model.name, opened.model.proven
         self.attn_implementation = attn_backend(config, opened.model) if config.mode == "pack" else None
         self._samples, self._planner = self._startup.samples, self._startup.planner
+        if config.pixels != "processor":
+            self._samples = compact_samples(self._samples, self._startup.media_mask, config.pixels)
         self._templates = deepcopy(chat_templates(self.processor))  # a dict of them may be changed in place
         # Schedule all packs over all ranks; with shard_data each rank schedules its own.
         self._plan_world = World() if config.shard_data else self.world
@@ -300,15 +303,25 @@ class Loader:
         Raises:
             ConfigError: the chat template is not the one that tokens were counted with; also while iterating.
         """
+        return self._iterate(keep_bytes=self.config.pixels == "compact")
+
+    def compact_batches(self) -> Iterator[Batch]:
+        """Iterate as ``iter`` does, with pixels as bytes where they can be (see ``LoaderConfig.pixels``).
+
+        For code that moves batches with :func:`packhorse.to_device` or ``batch.to``, which expand them.
+        """
+        return self._iterate(keep_bytes=True)
+
+    def _iterate(self, *, keep_bytes: bool) -> Iterator[Batch]:
         self._check_templates()
         if self._current.over:
             self._move_to(self._state.start_of(self.epoch + 1))
         self.metrics.pause()
         if self._times is not None:
             self._times.pause()
-        return self._batches(self._current)
+        return self._batches(self._current, keep_bytes)
 
-    def _batches(self, epoch: Epoch) -> Iterator[Batch]:
+    def _batches(self, epoch: Epoch, keep_bytes: bool) -> Iterator[Batch]:
         if self.ledger.is_buffering:  # the run starts here, perhaps in the folder of an earlier one
             try:
                 roll_back(self.ledger, self.world, self.epoch, self._remaining_keys)
@@ -320,7 +333,9 @@ class Loader:
             self._undelivered = ()
         self._check_templates()
         requested = time.perf_counter()
-        for built in self._workers.batches(self._work_items(epoch), self.cursor, len(epoch.schedule)):
+        for built in self._workers.batches(
+            self._work_items(epoch, keep_bytes), self.cursor, len(epoch.schedule)
+        ):
             if epoch is not self._current:
                 return  # set_epoch or load_state_dict was called
             self._deliver(built, time.perf_counter() - requested)
@@ -341,7 +356,7 @@ class Loader:
                 "counted: set it before packhorse.load, or load the data once more"
             )
 
-    def _work_items(self, epoch: Epoch) -> Callable[[int], WorkItem]:
+    def _work_items(self, epoch: Epoch, keep_bytes: bool) -> Callable[[int], WorkItem]:
         """Return a function from a step to its work item.
 
         Captures the epoch, not ``self``, so the loader (and its workers) can be garbage-collected.
@@ -354,7 +369,8 @@ class Loader:
 
         def make(step: int) -> WorkItem:
             packs = tuple(map(tuple, schedule.samples(step, rank)))
-            return WorkItem(number, step, packs, schedule.media_mask(step) if always is None else always)
+            media_mask = schedule.media_mask(step) if always is None else always
+            return WorkItem(number, step, packs, media_mask, keep_bytes)
 
         return make
 

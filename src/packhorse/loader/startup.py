@@ -10,11 +10,12 @@ millisecond per row).
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from logging import getLogger
 from os import PathLike
 from typing import Any
 
@@ -35,6 +36,7 @@ from packhorse.encode.robust import dataset_key
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError, data_errors
 from packhorse.families import Encoder
+from packhorse.families.compact import find_compact
 from packhorse.families.models import (
     EXPECTED,
     UNCHECKED,
@@ -48,6 +50,7 @@ from packhorse.families.models import (
 from packhorse.families.packing import Packing, boundaries_error, check_decoder, check_packable
 from packhorse.families.qwen_vl import RopeIndex, rope_index
 from packhorse.families.router_loss import check_router_loss, has_router_loss, takes_router_mask
+from packhorse.families.vision import VisionIndices, indices_of_model
 from packhorse.formats.conversation import parse_conversation, parse_documents
 from packhorse.formats.in_memory import ConvertedRows, open_examples
 from packhorse.formats.meta import (
@@ -59,7 +62,7 @@ from packhorse.formats.meta import (
     row_format,
 )
 from packhorse.ledger import Ledger
-from packhorse.loader.config import LoaderConfig
+from packhorse.loader.config import LoaderConfig, Pixels
 from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.planner import Planner
 from packhorse.media.source import is_address
@@ -68,7 +71,7 @@ from packhorse.types import MEDIA_KINDS, Conversation, MediaMask, Rows, Task, Wo
 from packhorse.utils.pool import Engine, LocalEngine
 from packhorse.utils.progress import Progress
 
-logger = getLogger("packhorse.loader")
+logger = logging.getLogger("packhorse.loader")
 
 USUAL_WEIGHTS = CostWeights().with_overhead()
 """Of a model whose sizes are unknown."""
@@ -98,6 +101,7 @@ class ModelInfo:
         no_boundaries: why attention that takes boundaries of documents would be wrong; empty if it is right.
         counts_documents: whether the model takes the tokens that count in its router's auxiliary loss.
         proven: whether a test or a measurement shows that packed rows are right for the model.
+        vision: computes the indices of its vision tower that batches hold; None if they hold none.
     """
 
     get_rope_index: RopeIndex | None = None
@@ -110,6 +114,7 @@ class ModelInfo:
     no_boundaries: str = ""
     counts_documents: bool = False
     proven: bool = True
+    vision: VisionIndices | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +244,25 @@ def encoding_dataset(config: LoaderConfig, opened: OpenedData, capacity: int) ->
     )
 
 
+def compact_samples(
+    samples: PreTokenizedDatasetWrapper, media_mask: MediaMask, pixels: Pixels
+) -> PreTokenizedDatasetWrapper:
+    """Return a dataset whose pixels are bytes, for the media that rows have and where that is right.
+
+    Logs for which media it is not; as a warning if ``pixels`` is ``"compact"``.
+    """
+    kinds = [kind for kind in media_mask.kinds if kind != "audio"]
+    if not kinds:
+        return samples
+    compact = find_compact(samples.encoder, kinds)
+    level = logging.WARNING if pixels == "compact" else logging.INFO
+    for kind, problem in compact.problems.items():
+        logger.log(level, "pixels of %ss are sent as the processor returns them: %s", kind, problem)
+    changed = copy(samples)
+    changed.encoder = Encoder(samples.processor, samples.family, compact if compact.formats else None)
+    return changed
+
+
 def _media_of_samples(
     counts: CountColumns, ranks: Collectives, shard_data: bool
 ) -> tuple[MediaMask, MediaMask]:
@@ -307,6 +331,7 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
         no_boundaries=packing.no_boundaries,
         counts_documents=takes_router_mask(inner),
         proven=not packing.problems,
+        vision=None if inner is None else indices_of_model(inner),
     )
 
 

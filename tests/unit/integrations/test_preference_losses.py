@@ -20,7 +20,7 @@ from noise_floor import largest_difference, noise_floor, relative_difference
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import model_inputs
 from packhorse.errors import ConfigError
-from packhorse.integrations import loss as loss_module
+from packhorse.families import logits as logits_module
 from packhorse.integrations import preference as preference_module
 from packhorse.integrations.loss import token_log_probs
 from packhorse.integrations.preference import (
@@ -84,7 +84,7 @@ def loop_over_documents(logits: torch.Tensor, batch: Batch, order: int = 1) -> t
 def test_log_probabilities_are_sums_over_the_supervised_tokens_of_each_document(
     settings: dict[str, Any], parity: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_module, "_ROWS", 5)  # several pieces, the last one short
+    monkeypatch.setattr(logits_module, "CHUNK_TOKENS", 5)  # several pieces, the last one short
     for batch in load(PAIRS, **settings):
         logits = random_logits(batch)
         found = document_log_probs(logits, batch)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from noise_floor import largest_difference, noise_floor, relative_difference
-from packhorse.integrations import loss as module
+from packhorse.families import logits as module
 from packhorse.integrations.loss import count_supervised, grouped, token_loss
 from packhorse.types import Batch, BatchInfo, to_device
 from raising import raises_config
@@ -42,7 +42,7 @@ def check(parity: Any, what: str, found: torch.Tensor, logits: torch.Tensor, lab
 def test_loss_and_gradient_are_those_of_cross_entropy(
     share: float, monkeypatch: pytest.MonkeyPatch, parity: Any
 ) -> None:
-    monkeypatch.setattr(module, "_ROWS", 7)  # several pieces, the last one short
+    monkeypatch.setattr(module, "CHUNK_TOKENS", 7)  # several pieces, the last one short
     logits, labels = logits_and_labels(3, 31, share, seed=1)
     wanted, other, wrong = (
         torch.autograd.grad(loss / 40, logits)[0]
@@ -111,7 +111,7 @@ def weighted_sum(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tens
 
 
 def test_the_loss_and_gradient_of_weighted_tokens(monkeypatch: pytest.MonkeyPatch, parity: Any) -> None:
-    monkeypatch.setattr(module, "_ROWS", 7)
+    monkeypatch.setattr(module, "CHUNK_TOKENS", 7)
     logits, labels = logits_and_labels(3, 31, 0.5, seed=7)
     weights = torch.rand(3, 31, generator=torch.Generator().manual_seed(8)).mul(2)
     weights[:, ::5] = 0
