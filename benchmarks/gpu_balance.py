@@ -228,6 +228,7 @@ def table_of(packs: list[Pack], weights: CostWeights) -> Floats:
         rows.append(documents + media)
     table = np.stack(rows)
     table[:, weights.names.index("encoder")] = [bool(pack["images"]) for pack in packs]
+    table[:, weights.names.index("supervised")] = [pack["supervised"] for pack in packs]
     table[:, weights.names.index("pack")] = 1
     return table
 

@@ -235,7 +235,7 @@ def measure(run: dict[str, Any], rank: int) -> dict[str, Any]:
     # Ranks that wait also wait for the batches of others, which are built quickly without images.
     cases: dict[str, Any] = {
         "slower": (mixed_rows(160), "pack", 2e-5, 4e-3),
-        "waiting": (texts(160), "pad", 1e-4, 0.0),
+        "waiting": (texts(160), "pad", 3e-4, 0.0),
     }
     for name, (rows, mode, per_token, per_item) in cases.items():
         loader = packhorse.load(

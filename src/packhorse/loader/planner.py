@@ -178,7 +178,14 @@ class Planner:
         # Documents do not attend to each other.
         rejected = np.where(counts.ok[rows], self.documents[1][rows], 0)
         first = self.lengths[rows] - rejected
-        both: Floats = compute(first, weights, patches=patches, patch_pairs=pairs, items=items)
+        both: Floats = compute(
+            first,
+            weights,
+            patches=patches,
+            patch_pairs=pairs,
+            items=items,
+            supervised=counts.supervised[rows],
+        )
         both += compute(rejected, weights)
         return both
 
@@ -199,7 +206,7 @@ class Planner:
             media.update(np.ascontiguousarray(column).data)
         weights = self.weights
         local = (weights.window_pairs, weights.chunk_pairs)
-        overhead = [weights.item, weights.encoder, weights.pack]
+        overhead = [weights.item, weights.encoder, weights.supervised, weights.pack]
         source: Mapping[str, Any] = {
             "order": _ORDER,
             "mode": self.config.mode,

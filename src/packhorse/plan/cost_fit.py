@@ -21,7 +21,7 @@ _TUNING = 4.685  # of Tukey's bisquare: 95 % as efficient as least squares where
 _LEAST_NOISE = 0.003  # no clock and no kernel is more regular than that
 # How many times itself a weight may well change by, or what share of the time a new one may well have: 1, and
 # less for these. So if all packs have as many tokens, the common part of the time is due to tokens.
-_DOUBT = {"encoder": 0.3, "pack": 0.1}
+_DOUBT = {"encoder": 0.3, "supervised": 0.1, "pack": 0.1}
 _TOO_SHORT = 0.05  # share of the median of times
 _PARTS = 5
 _EXPLAINED = 0.8  # of the differences between times, at most this much may be left unexplained

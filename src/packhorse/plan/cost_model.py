@@ -32,7 +32,7 @@ _ITEM_PATCHES, _ENCODER_PATCHES = 320, 8192
 PairWeights: TypeAlias = tuple[tuple[int, float], ...]
 Unit: TypeAlias = Literal["operations", "seconds"]
 
-_SINGLE = ("token", "token_pair", "patch", "patch_pair", "item", "encoder", "pack")
+_SINGLE = ("token", "token_pair", "patch", "patch_pair", "item", "encoder", "supervised", "pack")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ class CostWeights:
         item: for each image and video, in addition to its patches: operations that take longer than their
             number suggests, because they are small.
         encoder: for each pack with images or videos: the vision encoder is called.
+        supervised: for each supervised token: its logits may be the only ones that are computed. 0 in weights
+            that count operations, which contain the logits of all tokens.
         pack: for each pack, whatever is in it.
         unit: ``"operations"``, floating-point operations of a forward pass, if the weights were computed from
             a model's sizes; ``"seconds"`` of a training step if they were measured.
@@ -66,6 +68,7 @@ class CostWeights:
     chunk_pairs: PairWeights = ()
     item: float = 0.0
     encoder: float = 0.0
+    supervised: float = 0.0
     pack: float = 0.0
     unit: Unit = "operations"
 
@@ -230,6 +233,7 @@ def sample_costs(
     patches: npt.ArrayLike | None = None,
     patch_pairs: npt.ArrayLike | None = None,
     items: npt.ArrayLike | None = None,
+    supervised: npt.ArrayLike | None = None,
 ) -> Floats:
     """Return the cost of each sample, which is the same in any pack.
 
@@ -240,10 +244,11 @@ def sample_costs(
         patch_pairs: the sum of ``m * m`` over the media (or frames, if the encoder attends within a frame) of
             ``m`` patches of each sample; None assumes one media item per sample.
         items: images and videos of each sample; None assumes one for each sample with patches.
+        supervised: supervised tokens of each sample; none if not given.
     """
     costs = np.zeros(len(np.asarray(lengths)), np.float64)
     for weight, feature in zip(
-        weights.values(), _features(lengths, weights, patches, patch_pairs, items), strict=True
+        weights.values(), _features(lengths, weights, patches, patch_pairs, items, supervised), strict=True
     ):
         if weight:
             costs += weight * feature
@@ -257,13 +262,14 @@ def cost_features(
     patches: npt.ArrayLike | None = None,
     patch_pairs: npt.ArrayLike | None = None,
     items: npt.ArrayLike | None = None,
+    supervised: npt.ArrayLike | None = None,
 ) -> Floats:
     """Return what the weights of each sample are multiplied with: [samples, ``len(weights.names)``].
 
     Takes the arguments of :func:`sample_costs`. The columns of ``encoder`` and ``pack`` are 0: a sample is no
     pack. The features of a pack are the sums of those of its samples, with 1 in these columns.
     """
-    return np.stack(list(_features(lengths, weights, patches, patch_pairs, items)), axis=1)
+    return np.stack(list(_features(lengths, weights, patches, patch_pairs, items, supervised)), axis=1)
 
 
 def _features(
@@ -272,6 +278,7 @@ def _features(
     patches: npt.ArrayLike | None,
     patch_pairs: npt.ArrayLike | None,
     items: npt.ArrayLike | None,
+    supervised: npt.ArrayLike | None,
 ) -> Iterator[Floats]:
     """Yield the feature of each weight, one by one: together they are large for millions of samples."""
     tokens = np.asarray(lengths, np.float64)
@@ -281,8 +288,10 @@ def _features(
     yield vision
     yield vision**2 if patch_pairs is None else np.asarray(patch_pairs, np.float64)
     yield (vision > 0).astype(np.float64) if items is None else np.asarray(items, np.float64)
-    for _ in range(2):  # of packs, and of those with images
-        yield np.zeros_like(tokens)
+    nothing = np.zeros_like(tokens)
+    yield nothing  # packs have an encoder
+    yield nothing if supervised is None else np.asarray(supervised, np.float64)
+    yield nothing  # and are packs
     for window, _ in weights.window_pairs:
         yield token_pairs(tokens, window=window)
     for chunk, _ in weights.chunk_pairs:

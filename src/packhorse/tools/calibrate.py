@@ -156,11 +156,11 @@ def _fitting(rows: Sequence[Any], encoder: Encoder, size: int) -> list[Any]:
 
 
 def _row(words: int, edges: Sequence[int] = (), draw: random.Random | None = None) -> dict[str, Any]:
-    """Return a chat of random words with images of noise; half of the words are in the answer."""
+    """Return a chat of random words with images of noise; a random share of the words is in the answer."""
     draw = draw or random.Random(0)
-    texts = [
-        " ".join("".join(draw.choices(_LETTERS, k=3)) for _ in range(max(1, words // 4))) for _ in range(2)
-    ]
+    answer = max(1, int(words / 4 * draw.random()))  # a word has four letters, which may be a token each
+    question = max(1, words // 4 - answer)
+    texts = [" ".join("".join(draw.choices(_LETTERS, k=3)) for _ in range(n)) for n in (question, answer)]
     images = [{"type": "image", "image": _noise(edge, draw)} for edge in edges]
     turns = [("user", [*images, {"type": "text", "text": texts[0]}])]
     turns += [("assistant", [{"type": "text", "text": texts[1]}])]

@@ -357,8 +357,8 @@ def test_the_cost_of_windows_and_images_is_in_the_state_of_models_that_have_them
 
     assert made_from("qwen2_vl", cost_weights={"token": 2, "patch": 3})[:4] == [2, 201000.0, 3, 164000.0]
     assert len(made_from("qwen2_vl", cost_weights={"token": 2})) == 4  # as in states of earlier versions
-    assert len(made_from("qwen2_vl")) == 7
-    *_, windows, chunks, item, encoder, _ = made_from("gemma3")
+    assert len(made_from("qwen2_vl")) == 8
+    *_, windows, chunks, item, encoder, _, _ = made_from("gemma3")
     assert 0 < item < encoder
     assert [window for window, _ in windows] == [512]
     assert chunks == []

@@ -9,7 +9,7 @@ from packhorse.plan.cost_fit import fit_weights
 from packhorse.plan.cost_model import CostWeights, cost_features, sample_costs
 from raising import raises_config
 
-WINDOWED = CostWeights(2e9, 1e5, 6e8, 1e5, window_pairs=((512, 2e4),), item=1e11)
+WINDOWED = CostWeights(2e9, 1e5, 6e8, 1e5, window_pairs=((512, 2e4),), item=1e11, supervised=3e8)
 
 
 def packs(number: int, rng: np.random.Generator, weights: CostWeights = WINDOWED) -> np.ndarray:
@@ -21,6 +21,7 @@ def packs(number: int, rng: np.random.Generator, weights: CostWeights = WINDOWED
         patches = np.where(rng.random(len(lengths)) < 0.5, rng.integers(200, 3000, len(lengths)), 0)
         rows.append(cost_features(lengths, weights, patches=patches).sum(axis=0))
     table = np.stack(rows)
+    table[:, weights.names.index("supervised")] = rng.uniform(1000, 4000, number)
     table[:, [weights.names.index(name) for name in ("encoder", "pack")]] = 1
     return table
 
@@ -37,7 +38,7 @@ def worst(fitted: CostWeights, features: np.ndarray, seconds: np.ndarray) -> flo
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 10**6),
-    st.lists(st.floats(0.3, 4), min_size=8, max_size=8),
+    st.lists(st.floats(0.3, 4), min_size=9, max_size=9),
     st.floats(0, 0.02),
     st.floats(0, 0.25),
 )
@@ -59,7 +60,7 @@ def test_a_fit_predicts_times_of_unknown_weights_through_noise_and_outliers(seed
 def test_least_squares_alone_is_wrong_where_the_fit_is_right():
     rng = np.random.default_rng(0)
     features = packs(150, rng)
-    right = times_by(features, WINDOWED, np.ones(8))
+    right = times_by(features, WINDOWED, np.ones(9))
     seconds = right.copy()
     seconds[::8] *= 10
     plain = np.linalg.lstsq(features, seconds, rcond=None)[0]
@@ -74,7 +75,7 @@ def test_least_squares_alone_is_wrong_where_the_fit_is_right():
 def test_the_same_times_give_the_same_weights_and_the_order_does_not_matter():
     rng = np.random.default_rng(3)
     features = packs(80, rng)
-    seconds = times_by(features, WINDOWED, rng.uniform(0.5, 2, 8)) * rng.uniform(0.99, 1.01, 80)
+    seconds = times_by(features, WINDOWED, rng.uniform(0.5, 2, 9)) * rng.uniform(0.99, 1.01, 80)
     order = rng.permutation(80)
     one, same = (fit_weights(features, seconds, WINDOWED).weights for _ in range(2))
     other = fit_weights(features[order], seconds[order], WINDOWED).weights
@@ -84,7 +85,7 @@ def test_the_same_times_give_the_same_weights_and_the_order_does_not_matter():
 
 def test_times_that_were_not_measured_are_outliers():
     features = packs(60, np.random.default_rng(1))
-    seconds = times_by(features, WINDOWED, np.ones(8))
+    seconds = times_by(features, WINDOWED, np.ones(9))
     seconds[:3] = 0, np.nan, np.inf
     fit = fit_weights(features, seconds, WINDOWED)
     assert (fit.measured, fit.outliers, fit.problem) == (60, 3, "")
@@ -93,7 +94,7 @@ def test_times_that_were_not_measured_are_outliers():
 @pytest.mark.parametrize("number", [0, 1, 6])
 def test_with_fewer_times_than_weights_the_weights_stay(number):
     features = packs(number + 1, np.random.default_rng(1))[:number]
-    fit = fit_weights(features, times_by(features, WINDOWED, np.ones(8)), WINDOWED)
+    fit = fit_weights(features, times_by(features, WINDOWED, np.ones(9)), WINDOWED)
     assert fit.weights is WINDOWED
     assert f"{number} measured times for" in fit.problem
     assert fit.describe().startswith("cost weights unchanged: ")
