@@ -19,9 +19,9 @@ from packhorse.types import Floats
 _ROUNDS = 50
 _TUNING = 4.685  # of Tukey's bisquare: 95 % as efficient as least squares where there are no outliers
 _LEAST_NOISE = 0.003  # no clock and no kernel is more regular than that
-# How many times itself a weight may well change by, or what share of the time a new one may well have: 1, and
-# less for these. So if all packs have as many tokens, the common part of the time is due to tokens.
-_DOUBT = {"encoder": 0.3, "supervised": 0.1, "pack": 0.1}
+# A weight may well change by itself, or by this share of the time. So if all packs have as many tokens, what
+# their times have in common is due to tokens.
+_SHARE = 0.1
 _TOO_SHORT = 0.05  # share of the median of times
 _PARTS = 5
 _EXPLAINED = 0.8  # of the differences between times, at most this much may be left unexplained
@@ -83,10 +83,9 @@ def fit_weights(features: npt.ArrayLike, seconds: npt.ArrayLike, weights: CostWe
         problem = f"{len(y)} measured times for {int(present.sum())} weights; more are needed"
         return CostFit(weights, measured, measured - len(y), problem=problem)
     scaled = before * float(np.median(y / (x @ before)))
-    doubt = np.array([_DOUBT.get(name, 1.0) for name in weights.names])[present]
-    fitted, counts = _fit(x[:, present], y, scaled[present], doubt)
+    fitted, counts = _fit(x[:, present], y, scaled[present])
     kept = counts > 0
-    held_out = _held_out(x[:, present], y, scaled[present], doubt)
+    held_out = _held_out(x[:, present], y, scaled[present])
     residual, prior_residual, constant = (
         float(np.abs(np.log(predicted[kept] / y[kept])).mean()) if kept.any() else 0.0
         for predicted in (held_out, x @ scaled, np.full_like(y, np.median(y)))
@@ -105,17 +104,17 @@ def fit_weights(features: npt.ArrayLike, seconds: npt.ArrayLike, weights: CostWe
     return replace(found, weights=weights.with_values(values, "seconds"))
 
 
-def _held_out(x: Floats, y: Floats, prior: Floats, doubt: Floats) -> Floats:
+def _held_out(x: Floats, y: Floats, prior: Floats) -> Floats:
     """Return each time as predicted by weights that were fitted without it, in five parts."""
     predicted = np.empty(len(y))
     part = np.arange(len(y)) % _PARTS
     for number in range(min(_PARTS, len(y))):
-        fitted, _ = _fit(x[part != number], y[part != number], prior, doubt)
+        fitted, _ = _fit(x[part != number], y[part != number], prior)
         predicted[part == number] = x[part == number] @ fitted
     return np.maximum(predicted, _TOO_SHORT * float(np.median(y)))
 
 
-def _fit(x: Floats, y: Floats, prior: Floats, doubt: Floats) -> tuple[Floats, Floats]:
+def _fit(x: Floats, y: Floats, prior: Floats) -> tuple[Floats, Floats]:
     """Return the fitted weights, and how much each time counts (0 to 1).
 
     First the least absolute errors, which outliers hardly change; near them the least squared errors, of
@@ -123,29 +122,29 @@ def _fit(x: Floats, y: Floats, prior: Floats, doubt: Floats) -> tuple[Floats, Fl
     """
     from scipy.optimize import nnls  # slow to import, and only needed here
 
-    # A unit of each column is its weight before, or as much as the whole time if it had none.
     shares = (x / y[:, None]).mean(axis=0)
-    units = np.where(prior > 0, prior, 1 / np.where(shares > 0, shares, 1.0))
-    table, usual = x * units / y[:, None], (prior > 0).astype(np.float64)
+    units = np.maximum(prior, _SHARE / np.where(shares > 0, shares, np.inf))
+    units[units == 0] = 1.0  # of what did not occur in these times
+    table, usual = x * units / y[:, None], prior / units
     first, noise = usual, _LEAST_NOISE
     for _ in range(2):  # the noise says how much the weights before count
-        first = _least_absolute_errors(table, usual, noise / doubt)
+        first = _least_absolute_errors(table, usual, noise)
         # As many times as there are weights fit exactly, whatever the noise.
         errors = np.sort(np.abs(table @ first - 1))[min(len(first), len(y) // 2) :]
         noise = max(_LEAST_NOISE, 1.4826 * float(np.median(errors)))
-    values, ridge = first, noise / doubt
+    values, ridge = first, noise * np.eye(len(first))
     counts = np.ones_like(y)
     for _ in range(_ROUNDS):
         counts = np.clip(1 - ((table @ values - 1) / (_TUNING * noise)) ** 2, 0, None) ** 2
         rows = np.sqrt(counts)
-        with_prior = np.concatenate([rows[:, None] * table, np.diag(ridge)])
-        before, values = values, nnls(with_prior, np.concatenate([rows, ridge * first]))[0]
+        with_prior = np.concatenate([rows[:, None] * table, ridge])
+        before, values = values, nnls(with_prior, np.concatenate([rows, ridge @ first]))[0]
         if np.abs(table @ (values - before)).max() < 1e-6:
             break
     return values * units, counts
 
 
-def _least_absolute_errors(table: Floats, usual: Floats, penalty: Floats) -> Floats:
+def _least_absolute_errors(table: Floats, usual: Floats, penalty: float) -> Floats:
     """Return the values of least absolute errors of ``table @ values`` from 1, near the usual values.
 
     A linear program: each error, and each distance from the usual value, is a variable of its own.
@@ -158,7 +157,7 @@ def _least_absolute_errors(table: Floats, usual: Floats, penalty: Floats) -> Flo
     distances = eye_array(number + width)
     bounds = np.concatenate([np.ones(number), usual])
     found = linprog(
-        np.concatenate([np.zeros(width), np.ones(number), penalty]),
+        np.concatenate([np.zeros(width), np.ones(number), np.full(width, penalty)]),
         A_ub=block_array([[both, -distances], [-both, -distances]], format="csc"),
         b_ub=np.concatenate([bounds, -bounds]),
     )

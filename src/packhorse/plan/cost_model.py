@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from packhorse.plan.pack_plan import PackPlan
 
 # What small kernels of the vision encoder cost beyond their operations, in patches: each image, and each call
-# of the encoder. Measured on an H200, see docs/explanation/planning.md.
-_ITEM_PATCHES, _ENCODER_PATCHES = 320, 8192
+# of the encoder. See docs/explanation/planning.md.
+_ITEM_PATCHES, _ENCODER_PATCHES = 32, 8192
 
 PairWeights: TypeAlias = tuple[tuple[int, float], ...]
 Unit: TypeAlias = Literal["operations", "seconds"]
@@ -168,7 +168,7 @@ class CostWeights:
         - patch: ``l * (8h² + 4hi)``, and with window attention the pairs inside the window
         - patch pair: ``4h`` for each layer that attends over the whole media item
 
-        In addition, each image costs as much as 320 patches more, and each call of the vision encoder as much
+        In addition, each image costs as much as 32 patches more, and each call of the vision encoder as much
         as 8,192: its many small kernels take longer than their operations suggest.
 
         The config names the kind of each layer, and which have experts. Layers with a sliding window or

@@ -32,6 +32,7 @@ _LETTERS = "abcdefghijklmnoprstuvw"
 _IMAGE_EDGES = (128, 448, 1200)  # pixels
 _MANY = 8  # images of a row
 _PACKS_OF_A_SHAPE = 3
+_PASSES = 2  # at least, after the first
 _PARTS_OF_A_PACK = (1, 3)  # sizes of packs: pack_size over these
 
 OnProgress = Callable[[int, int], None]
@@ -86,7 +87,7 @@ def calibrate(
         if progress is not None:
             progress(number, len(packs))
     started, passes = time.perf_counter(), 0
-    while not passes or time.perf_counter() - started < seconds:
+    while passes < _PASSES or time.perf_counter() - started < seconds:
         best = np.minimum(best, [_time_pack(model, batch, device) for batch in packs])
         passes += 1
     return Calibration(fit_weights(table, best, before), before, table, best)

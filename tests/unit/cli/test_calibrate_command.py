@@ -27,7 +27,7 @@ def run(*arguments: object) -> Result:
 
 def test_measured_weights_are_written_and_a_plan_uses_them(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "weights.json"
-    result = run("--model", model, "--out", out, "--pack-size", 512, "--seconds", 0, "--device", "cpu")
+    result = run("--model", model, "--out", out, "--pack-size", 512, "--seconds", 4, "--device", "cpu")
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     weights = CostWeights.of(out)
