@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "build" / "device"), str(ROOT / "src")]  # last: only for what is not installed
@@ -73,6 +74,7 @@ from gpu_parity import difference, losses_alone, model_loss_error
 from gpu_stages import Stages, free_memory, log
 from packhorse import open_meta_dataset
 from packhorse.collate_fns import model_inputs
+from packhorse.count.columns import CountColumns
 from packhorse.families.models import attention_of
 from packhorse.integrations.loss import batch_loss, count_batch_supervised
 from packhorse.loader.startup import count_examples
@@ -130,6 +132,7 @@ def main() -> None:
     stages = Stages(options.budget)
     with tempfile.TemporaryDirectory() as folder:
         setup = make_setup(options, Path(folder))
+        fact("samples of a padded batch", options.batch)
         measure_speed(setup, stages)
         measure_memory(setup, stages)
         measure_parity(setup, stages)
@@ -141,7 +144,9 @@ def main() -> None:
 # --- model and data -----------------------------------------------------------------------------------------
 
 
-def make_setup(options: argparse.Namespace, folder: Path, vocabulary: int = 32_768) -> Setup:
+def make_setup(
+    options: argparse.Namespace, folder: Path, vocabulary: int = 32_768, shape: DataShape | None = None
+) -> Setup:
     """Write the data, count it, and build the model."""
     if options.quick:
         torch.set_num_threads(1)
@@ -153,13 +158,9 @@ def make_setup(options: argparse.Namespace, folder: Path, vocabulary: int = 32_7
     if options.num_workers * 2 * SHARED_MEMORY_OF_A_BATCH > free and not options.quick:
         options.num_workers = max(1, int(free / 2 / SHARED_MEMORY_OF_A_BATCH))
         log(f"little shared memory: {options.num_workers} workers instead")
-    shape = tiny_shape(options.samples) if options.quick else DataShape(rows=options.samples)
-    meta = write_rows(folder, shape)
-    processor = make_processor(meta, shape)
-    log(f"data written; images go through {type(processor.image_processor).__name__}")
-    counts = count_examples(open_meta_dataset(str(meta)), processor)
-    if not counts.ok.all():
-        raise RuntimeError(f"rows that cannot be counted: {set(counts.status)}, {set(counts.detail)}")
+    if shape is None:
+        shape = tiny_shape(options.samples) if options.quick else DataShape(rows=options.samples)
+    meta, processor, counts = write_data(folder, shape)
     model = make_model(processor, options.quick, device, vocabulary)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tower = sum(parameter.numel() for parameter in model.model.visual.parameters())
@@ -172,17 +173,28 @@ def make_setup(options: argparse.Namespace, folder: Path, vocabulary: int = 32_7
         "samples",
         f"{len(counts):,} of {total:,} tokens, mean {total / len(counts):.0f}, longest "
         f"{int(counts.total.max()):,}; {int(counts.images.sum()):,} images, "
-        f"{counts.image.sum() / total:.0%} of the tokens; packs of {options.pack:,}, padded batches of "
-        f"{options.batch}, {options.num_workers} workers",
+        f"{counts.image.sum() / total:.0%} of the tokens; packs of {options.pack:,}, {options.num_workers} "
+        "workers",
     )
     return Setup(options, device, meta, processor, counts, model)
+
+
+def write_data(folder: Path, shape: DataShape, processor: Any = None) -> tuple[Path, Any, CountColumns]:
+    """Write rows; return their meta file, the processor (if None, one for their words) and their counts."""
+    meta = write_rows(folder, shape)
+    processor = make_processor(meta, shape) if processor is None else processor
+    log(f"data written; images go through {type(processor.image_processor).__name__}")
+    counts = count_examples(open_meta_dataset(str(meta)), processor)
+    if not counts.ok.all():
+        raise RuntimeError(f"rows that cannot be counted: {set(counts.status)}, {set(counts.detail)}")
+    return meta, processor, counts
 
 
 # --- speed --------------------------------------------------------------------------------------------------
 
 
-def step(setup: Setup, batch: Batch, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """Run forward, backward and an optimizer step; return the loss."""
+def step(setup: Setup, batch: Batch, optimizer: torch.optim.Optimizer | None) -> torch.Tensor:
+    """Run forward, backward and an optimizer step, if there is one; return the loss."""
     model, moved = setup.model, to_device(batch, setup.device)
     forward_only = setup.device == "cpu" and attention_of(model) == "flex_attention"
     with torch.set_grad_enabled(not forward_only):
@@ -190,8 +202,9 @@ def step(setup: Setup, batch: Batch, optimizer: torch.optim.Optimizer) -> torch.
         loss = batch_loss(model, output, moved, count_batch_supervised(batch))
     if not forward_only:
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
     return loss.detach()
 
 

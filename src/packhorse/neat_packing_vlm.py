@@ -13,8 +13,10 @@ from packhorse.families.qwen_vl import mrope_position_ids as _compute_mrope_posi
 from packhorse.formats.estimate import estimate_image_tokens as _estimate_image_tokens
 from packhorse.formats.estimate import estimate_sample_length as _estimate_sample_length
 from packhorse.formats.estimate import estimate_video_tokens as _estimate_video_tokens
+from packhorse.plan.cost_fit import CostFit, fit_weights
 from packhorse.plan.cost_model import (
     CostWeights,
+    cost_features,
     pack_costs,
     pack_media_masks,
     patch_pairs_of,
@@ -28,6 +30,7 @@ from packhorse.plan.schedule import StepOrder, main_dataset, order_packs
 
 __all__ = [
     "MEDIA_KEYS",
+    "CostFit",
     "CostWeights",
     "NeatPackConfig",
     "PackPlan",
@@ -40,6 +43,8 @@ __all__ = [
     "_estimate_sample_length",
     "_estimate_video_tokens",
     "_shift_sample",
+    "cost_features",
+    "fit_weights",
     "greedy_knapsack",
     "greedy_knapsack_vt_balanced",
     "logger",

@@ -18,11 +18,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import packhorse
 from contract.processors import processor
+from loader_samples import mixed_rows, texts
 from packhorse.errors import PackhorseError
 from packhorse.loader.state import describe_state
 
@@ -227,9 +229,48 @@ def open_alone(run: dict[str, Any], rank: int) -> dict[str, Any]:
     return {"plan": loader.plan_key, "samples": [i for batch in loader for i in batch.info.samples]}
 
 
+def measure(run: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Measure two epochs: with a slower last rank, and with ranks that wait for each other in every step."""
+    found = {}
+    # Ranks that wait also wait for the batches of others, which are built quickly without images.
+    cases: dict[str, Any] = {
+        "slower": (mixed_rows(160), "pack", 2e-5, 4e-3),
+        "waiting": (texts(160), "pad", 3e-4, 0.0),
+    }
+    for name, (rows, mode, per_token, per_item) in cases.items():
+        loader = packhorse.load(
+            rows,
+            processor(PROCESSOR),
+            model="unchecked",
+            mode=mode,
+            pack_size=256,
+            measure_cost=True,
+            num_workers=0,
+        )
+        slower = 2.0 if name == "slower" and rank == dist.get_world_size() - 1 else 1.0
+        for batch in loader:
+            items = sum(batch.info.num_images) + sum(batch.info.num_videos)
+            time.sleep(slower * (per_token * batch.info.tokens + per_item * items))
+            if name == "waiting":
+                dist.barrier()
+        state = loader.state_dict()
+        features, _ = loader.measured_costs()
+        loader.set_epoch(1)
+        right = per_token * features[:, 0] + per_item * features[:, loader.cost_weights.names.index("item")]
+        found[name] = {
+            "state": state,
+            "weights": loader.cost_weights.to_dict(),
+            "correlation": float(np.corrcoef(right, features @ loader.cost_weights.values())[0, 1]),
+            "straggler": loader.straggler_ratio(),
+            "keys": [loader.key(index) for batch in loader for index in batch.info.samples],
+        }
+    return found
+
+
 JOBS: dict[str, Callable[[dict[str, Any], int], Any]] = {
     "everything": everything,
     "train": train,
+    "measure": measure,
     "open_alone": open_alone,
 }
 

@@ -223,7 +223,7 @@ print(json.dumps([packhorse.__file__, packhorse.__version__, missing]))
 def test_the_installed_command_has_a_help_and_a_version(installed: Installed, tmp_path: Path) -> None:
     assert output_of(installed.command("--version", cwd=tmp_path)) == f"packhorse {packhorse.__version__}\n"
     shown = output_of(installed.command("--help", cwd=tmp_path))
-    for name in ("demo", "stats", "count", "plan", "check", "view", "parity", "ledger"):
+    for name in ("demo", "stats", "count", "plan", "check", "view", "parity", "calibrate", "ledger"):
         assert re.search(rf"\b{name}\b", shown)
 
 

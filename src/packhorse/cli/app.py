@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from packhorse.cli import check, convert, count, demo, ledger, parity, plan, stats, view
+from packhorse.cli import calibrate, check, convert, count, demo, ledger, parity, plan, stats, view
 from packhorse.cli.terminal import CANNOT, OneLineGroup, PlainCommand
 
 DESCRIPTION = "Prepare, pack and load data for fine-tuning vision-language models."
@@ -56,7 +56,7 @@ def packhorse(
         raise typer.Exit(CANNOT)
 
 
-for _module in (demo, stats, count, plan, check, view, parity, ledger, convert):
+for _module in (demo, stats, count, plan, check, view, parity, calibrate, ledger, convert):
     _name = _module.__name__.rpartition(".")[2]
     app.command(cls=PlainCommand, epilog=_module.EXAMPLES)(getattr(_module, _name))
 

@@ -68,6 +68,10 @@ def plan(
     ] = 0.01,
     seed: Annotated[int, terminal.number("Seed for the order of samples and packs.", None)] = 0,
     epoch: Annotated[int, terminal.number("The epoch to plan.", 0)] = 0,
+    cost_weights: Annotated[
+        Path | None,
+        terminal.text("FILE", "Weights of packhorse calibrate; default: the model's operations."),
+    ] = None,
     model: Annotated[
         str | None,
         terminal.text("DIR", "Folder (or Hub name) of the model's config; default: the processor's."),
@@ -134,6 +138,7 @@ def plan(
             placeholder=placeholder.value,
             max_bad_share=max_bad_share,
             seed=seed,
+            cost_weights=cost_weights,
             count_workers=num_workers,
         )
         request = PlanRequest(config, processor, model, epoch, trust_remote_code)
@@ -282,6 +287,7 @@ def _print_stragglers(report: Mapping[str, Any], world_sizes: Sequence[int], out
     ]
     title = "Straggler ratio: cost of the slowest rank over the mean of all ranks, averaged over the steps"
     out.table(title, ("ranks", "steps", "planned", "random"), rows)
+    out.line(f"(Predicted from {report['cost_basis']}.)")
 
 
 def print_comparison(report: Mapping[str, Any], out: terminal.Output) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from packhorse.collate.batch_formats import batch_format_of
 from packhorse.errors import ConfigError, require, suggest
+from packhorse.plan.cost_model import CostWeights
 from packhorse.types import Rows, Task, World
 from packhorse.utils.pool import StartMethod
 
@@ -51,7 +52,7 @@ _OTHER_NAMES = {
     "max_consecutive_bad": ("max_bad_in_a_row",),
     "pipeline_microbatches": ("pp_n_microbatches",),
 }
-_PATHS = ("data", "ledger_dir", "cache_dir")
+_PATHS = ("data", "ledger_dir", "cache_dir", "cost_weights")
 _AT_LEAST_ONE = (
     *("pack_size", "batch_size", "gradient_accumulation_steps"),
     *("alignment", "prefetch_factor", "pipeline_microbatches"),
@@ -106,6 +107,11 @@ class LoaderConfig:
         shard_data: each rank opens, counts and plans its own rows only. Resuming needs the same world.
         spread_datasets: spread each dataset of a mixture evenly over the epoch.
         effort: seconds to search for better packs, see :func:`~packhorse.neat_packing_vlm.plan_packs`.
+        cost_weights: what tokens, patches and images cost, for steps that take all ranks equally long:
+            :class:`~packhorse.neat_packing_vlm.CostWeights`, or the file that ``packhorse calibrate`` wrote;
+            None counts the model's operations.
+        measure_cost: measure the time of each step, fit the weights to these times at the end of an epoch,
+            and use them from the next one on. They are in the resume state.
         num_workers: processes that build batches; 0 builds them in this process. None takes one per core
             that this process may use, shared between the ranks of a machine, at most 8; but 0 with a single
             core or fewer than 1,000 rows per rank, and where no process can be started.
@@ -149,6 +155,8 @@ class LoaderConfig:
     shard_data: bool = False
     spread_datasets: bool = True
     effort: float | None = None
+    cost_weights: CostWeights | Mapping[str, Any] | str | os.PathLike[str] | None = None
+    measure_cost: bool = False
     num_workers: int | None = None
     prefetch_factor: int = 2
     pin_memory: bool = False
@@ -179,6 +187,9 @@ class LoaderConfig:
         if self.task == "preference" and self.pipeline_microbatches is not None:
             expected = "preference data cannot be split over stages"
             raise ConfigError.of("pipeline_microbatches", self.pipeline_microbatches, expected)
+        if self.measure_cost and self.shard_data:
+            expected = "with shard_data=True no rank knows what the others have in a step: remove one of them"
+            raise ConfigError.of("measure_cost", True, expected)
         if self.mode == "pad":
             for name in _ONLY_FOR_PACKS:
                 if (value := getattr(self, name)) != getattr(type(self), name):
@@ -227,7 +238,10 @@ class LoaderConfig:
 
     def of_all_ranks(self) -> str:
         """Return the settings that all ranks must share, in addition to those that the plan depends on."""
-        names = ("task", "mode", "batch_size", "gradient_accumulation_steps", "placeholder", "shard_data")
+        names = (
+            *("task", "mode", "batch_size", "gradient_accumulation_steps", "placeholder", "shard_data"),
+            "measure_cost",
+        )
         values = [f"{name}={getattr(self, name)}" for name in names]
         # Ranks may have different folders; with and without one they read different step files.
         return ", ".join([*values, f"ledger_dir={'None' if self.ledger_dir is None else 'given'}"])
@@ -300,6 +314,8 @@ def load(  # noqa: D417 (the settings are documented once, in LoaderConfig)
     shard_data: bool = False,
     spread_datasets: bool = True,
     effort: float | None = None,
+    cost_weights: CostWeights | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    measure_cost: bool = False,
     num_workers: int | None = None,
     prefetch_factor: int = 2,
     pin_memory: bool = False,

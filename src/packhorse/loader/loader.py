@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from packhorse.chat import chat_templates
@@ -37,6 +38,7 @@ from packhorse.loader.epoch_stats import (
     restore_epoch,
     roll_back,
 )
+from packhorse.loader.measured_cost import MeasuredEpoch, StepTimes, fit_epoch
 from packhorse.loader.metrics import Metrics
 from packhorse.loader.startup import (
     attn_backend,
@@ -49,9 +51,10 @@ from packhorse.loader.startup import (
 )
 from packhorse.loader.state import LoaderState, Tally, describe_state
 from packhorse.loader.worker_pool import WorkerPool, default_num_workers
+from packhorse.plan.cost_model import CostWeights
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.schedule import BatchLayout, Packs, PackSchedule
-from packhorse.types import Batch, Drop, MediaMask, WorkItem, World
+from packhorse.types import Batch, Drop, Floats, MediaMask, WorkItem, World
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -168,6 +171,15 @@ class Loader:
         self._recorded_dropped = False
         self._step_file = StepFile.of(self.ledger)
         self._undelivered: tuple[Drop, ...] = ()  # entries of a batch at which the run was stopped
+        self._times = StepTimes(config.gradient_accumulation_steps) if config.measure_cost else None
+        if config.measure_cost and not self._ranks.reaches_all_ranks:
+            raise ConfigError.of(
+                "measure_cost",
+                True,
+                f"the ranks have to agree on the weights, but {self.world} cannot communicate: initialise "
+                "torch.distributed before building the loader and, if its default group has other ranks, "
+                "pass group=",
+            )
         self._state = LoaderState().under(self._layout)
         self._current = self._ranks.run_on_all_ranks("plan the packs", self._plan_epoch)
 
@@ -219,6 +231,33 @@ class Loader:
         return self._workers.num_workers
 
     @property
+    def cost_weights(self) -> CostWeights:
+        """The weights by which this epoch is scheduled: measured ones, or those of the model's operations."""
+        return self._state.weights or self._planner.weights
+
+    def measured_costs(self) -> tuple[Floats, Floats]:
+        """Return features [steps, weights] and seconds of the optimizer steps that this rank measured.
+
+        Those of this epoch; the columns are ``cost_weights.names``. Empty without ``measure_cost``.
+        """
+        seconds = {} if self._times is None else self._times.seconds()
+        return self.step_features(list(seconds)), np.array(list(seconds.values()), np.float64)
+
+    def step_features(self, steps: Sequence[int]) -> Floats:
+        """Return what ``cost_weights`` are multiplied with in optimizer steps of this rank: [steps, weights].
+
+        The columns are ``cost_weights.names``.
+        """
+        rank = self._plan_world.rank
+        return self._measured_epoch().features(steps, slice(rank, rank + 1))[:, 0]
+
+    def _measured_epoch(self) -> MeasuredEpoch:
+        current = self._current
+        accumulation = self.config.gradient_accumulation_steps
+        placeholder = self.config.placeholder != "never"
+        return MeasuredEpoch(self._planner, current.schedule, placeholder, accumulation, current.first)
+
+    @property
     def plan(self) -> PackPlan:
         """The packs of this epoch."""
         return self._current.packs.plan
@@ -259,7 +298,8 @@ class Loader:
         rows = f"{len(self.dataset):,} rows, plan {self.plan_key}, {mode}"
         steps = f"{len(self):,} micro-steps of {self.config.batch_size} x {self.world.size} ranks"
         plan, ledger = self._planner.describe(self.plan), self.ledger.summary(len(self.dataset))
-        steps += f", straggler ratio {self.straggler_ratio():.4f}"
+        basis = self.cost_weights.basis
+        steps += f", straggler ratio {self.straggler_ratio():.4f} (predicted from {basis})"
         data = describe_data(self.dataset)
         return "\n".join([*data, rows + (reserved if reserve else ""), *plan, steps, ledger])
 
@@ -280,8 +320,10 @@ class Loader:
     def _iterate(self, *, keep_bytes: bool) -> Iterator[Batch]:
         self._check_templates()
         if self._current.over:
-            self._move_to(LoaderState(self.epoch + 1))
+            self._move_to(self._state.start_of(self.epoch + 1))
         self.metrics.pause()
+        if self._times is not None:
+            self._times.pause()
         return self._batches(self._current, keep_bytes)
 
     def _batches(self, epoch: Epoch, keep_bytes: bool) -> Iterator[Batch]:
@@ -302,7 +344,12 @@ class Loader:
             if epoch is not self._current:
                 return  # set_epoch or load_state_dict was called
             self._deliver(built, time.perf_counter() - requested)
+            step = built.batch.info.step
+            if self._times is not None:
+                self._times.start(step)
             yield built.with_pixels
+            if self._times is not None and epoch is self._current:
+                self._times.stop(step + 1)
             if not epoch.over:  # before the next one is built: workers have a copy of the processor
                 self._check_templates()
             requested = time.perf_counter()
@@ -367,10 +414,15 @@ class Loader:
         self.metrics.update(info, float(costs.max()) / mean if mean else 1.0, waited)
 
     def _finish_epoch(self) -> None:
-        """Reconcile the epoch; raise if too many of its samples failed."""
+        """Reconcile the epoch; raise if too many of its samples failed. Fit the cost weights of the next."""
         stats = self._reconcile()
         if not self.config.shard_data:
             self._current.budget.check(stats.lost)
+        if self._times is not None:
+            before = self._state.next_weights or self.cost_weights
+            fit = fit_epoch(self._measured_epoch(), self._times, before, self._ranks)
+            if not fit.problem:
+                self._state = replace(self._state, next_weights=fit.weights)
 
     def _reconcile(self) -> EpochStats:
         current, shard_data = self._current, self.config.shard_data
@@ -403,7 +455,7 @@ class Loader:
         if epoch < 0:
             raise ConfigError.of("epoch", epoch, "expected 0 or more")
         if epoch != self.epoch or self._current.over:
-            self._move_to(LoaderState(epoch))
+            self._move_to(self._state.start_of(epoch))
             if not self.ledger.is_buffering:
                 roll_back(self.ledger, self.world, epoch, self._remaining_keys)
 
@@ -489,7 +541,7 @@ class Loader:
             self._current.budget = self._make_budget(self.plan)
         else:  # the epoch was over
             self._reconcile()
-            self._move_to(LoaderState(self.epoch + 1))
+            self._move_to(self._state.start_of(self.epoch + 1))
 
     def _remaining_keys(self) -> set[str]:
         """Return the keys of the samples of this epoch that were not delivered yet."""
@@ -510,12 +562,15 @@ class Loader:
             self._state = before
             raise
         self._undelivered = ()
+        if self._times is not None:
+            self._times.clear()
 
     def _plan_epoch(self, packs: Packs | None = None) -> Epoch:
         """Plan the epoch of the current state (unless its packs are given) and schedule it."""
         state, planner = self._state, self._planner
-        if packs is None:
-            packs = Packs(planner.plan(state.epoch), planner.sample_info)
+        info = planner.sample_info if state.weights is None else planner.sample_info_by(state.weights)
+        if packs is None or packs.info is not info:
+            packs = Packs(planner.plan(state.epoch) if packs is None else packs.plan, info)
         if not self.config.shard_data:
             advice = "Install the same version of scipy on all of them, or set effort=0"
             self._ranks.assert_same("have different packs", packs.digest, advice)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
@@ -23,7 +23,7 @@ from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError, list_some
 from packhorse.formats.meta import MetaDataset
 from packhorse.loader.config import LoaderConfig
-from packhorse.plan.cost_model import CostWeights, media_masks, sample_costs
+from packhorse.plan.cost_model import CostWeights, cost_features, media_masks, sample_costs
 from packhorse.plan.lengths import FOUND_WHEN_COUNTED, after_shift
 from packhorse.plan.pack_plan import DROP_REASONS, PackPlan
 from packhorse.plan.planning import plan_key, plan_packs
@@ -80,11 +80,8 @@ class Planner:
         if config.on_overlong == "truncate":
             lengths = np.minimum(lengths, self.capacity)
         self.lengths: Integers = np.where(counts.ok, lengths, 0)
-        self.sample_info = SampleInfo(
-            self._costs(),
-            media_masks(**{kind: getattr(counts, f"{kind}s") for kind in MEDIA_KINDS}),
-            self.dataset_ids if config.spread_datasets else None,
-        )
+        self._media_masks = media_masks(**{kind: getattr(counts, f"{kind}s") for kind in MEDIA_KINDS})
+        self.sample_info = self.sample_info_by(weights)
         self.limits = self._limits()
         self._options: dict[str, Any] = {
             "limits": self.limits,
@@ -155,16 +152,42 @@ class Planner:
         codes[~self.counts.ok[plan.dropped]] = DROP_REASONS.index("sample_failed")
         return replace(plan, drop_codes=codes)
 
-    def _costs(self) -> Floats:
+    def sample_info_by(self, weights: CostWeights) -> SampleInfo:
+        """Return what the schedule needs of each sample, with costs by these weights."""
+        costs = self._add_documents(sample_costs, weights, slice(None))
+        if len(costs):  # a row of no tokens has a cost too, in any unit
+            costs = np.maximum(costs, 1e-12 * float(costs.max()))
+        dataset_ids = self.dataset_ids if self.config.spread_datasets else None
+        # With placeholders all ranks of a step call the vision encoder, or none does.
+        encoder = weights.encoder if self.config.placeholder == "never" else 0.0
+        return SampleInfo(costs, self._media_masks, dataset_ids, weights.pack, encoder)
+
+    def features(self, rows: Integers) -> Floats:
+        """Return what the weights of these rows are multiplied with: [rows, ``len(weights.names)``]."""
+        return self._add_documents(cost_features, self.weights, rows)
+
+    def _add_documents(
+        self, compute: Callable[..., Floats], weights: CostWeights, rows: Integers | slice
+    ) -> Floats:
+        """Return costs or features of rows: the sum of both documents of a pair."""
         counts = self.counts
-        patches = counts.patches.astype(np.float64)
+        patches = counts.patches[rows].astype(np.float64)
+        items = counts.images[rows] + counts.videos[rows]
         # The sidecar has totals only: assume that all media of a row have equally many patches.
-        pairs = patches**2 / np.maximum(1, counts.images + counts.videos)
+        pairs = patches**2 / np.maximum(1, items)
         # Documents do not attend to each other.
-        rejected = np.where(counts.ok, self.documents[1], 0)
-        costs = sample_costs(self.lengths - rejected, self.weights, patches=patches, patch_pairs=pairs)
-        costs += sample_costs(rejected, self.weights)
-        return np.maximum(costs, 1.0)
+        rejected = np.where(counts.ok[rows], self.documents[1][rows], 0)
+        first = self.lengths[rows] - rejected
+        both: Floats = compute(
+            first,
+            weights,
+            patches=patches,
+            patch_pairs=pairs,
+            items=items,
+            supervised=counts.supervised[rows],
+        )
+        both += compute(rejected, weights)
+        return both
 
     def _limits(self) -> dict[str, tuple[Integers, int]]:
         counts, config = self.counts, self.config
@@ -183,6 +206,7 @@ class Planner:
             media.update(np.ascontiguousarray(column).data)
         weights = self.weights
         local = (weights.window_pairs, weights.chunk_pairs)
+        overhead = [weights.item, weights.encoder, weights.supervised, weights.pack]
         source: Mapping[str, Any] = {
             "order": _ORDER,
             "mode": self.config.mode,
@@ -192,10 +216,12 @@ class Planner:
             "media": media.hexdigest(),
             "reserve": [self.reserve, int(self.reserved_mask)] if self.reserve else 0,
             "spread": self.config.spread_datasets,
-            # Without windows and chunks the same as in states of earlier versions. Lists, as JSON has them.
+            # Of models without windows and images the same as in states of earlier versions. Lists, as JSON
+            # has them.
             "weights": [
                 *(weights.token, weights.token_pair, weights.patch, weights.patch_pair),
                 *([[list(pair) for pair in pairs] for pairs in local] if any(local) else []),
+                *(overhead if any(overhead) else []),
             ],
         }
         key = plan_key(self.lengths, self.capacity, source=source, **self._options)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
 from os import PathLike
@@ -73,6 +73,9 @@ from packhorse.utils.progress import Progress
 
 logger = getLogger("packhorse.loader")
 
+USUAL_WEIGHTS = CostWeights().with_overhead()
+"""Of a model whose sizes are unknown."""
+
 _MAX_ROWS_WITHOUT_PROCESSES = 20_000  # starting processes takes some seconds
 _BLOCK = 256
 _COUNT, _READ_COUNTS = "count the tokens", "read the count files"
@@ -104,7 +107,7 @@ class ModelInfo:
     get_rope_index: RopeIndex | None = None
     attn_implementation: str = "sdpa"
     dtype: torch.dtype | None = None
-    weights: CostWeights = field(default_factory=CostWeights)
+    weights: CostWeights = USUAL_WEIGHTS
     config: Any = None
     name: str = UNCHECKED
     loaded: bool = False
@@ -185,6 +188,7 @@ def start_up(
     if len(counts) != len(dataset):
         message = f"{len(counts):,} counts for {len(dataset):,} examples"
         raise ConfigError(message, setting="counts", value=len(counts))
+    weights = ranks.run_on_all_ranks("read the cost weights", partial(_cost_weights, config, opened.model))
     samples = encoding_dataset(config, opened, config.pack_size)
     present, lacking = _media_of_samples(counts, ranks, config.shard_data)
     if samples.truncate and (counts.total - 1 > config.pack_size).any():
@@ -194,7 +198,7 @@ def start_up(
         counts,
         samples,
         config,
-        opened.model.weights,
+        weights,
         reserve=_placeholder_tokens(config, samples, present & lacking),
         reserved_mask=present & lacking,
         contents=ranks.run_on_all_ranks("hash the rows", read),
@@ -208,6 +212,21 @@ def start_up(
     if samples.truncate:
         samples = encoding_dataset(config, opened, planner.capacity)
     return Startup(opened, counts, samples, planner, present)
+
+
+def _cost_weights(config: LoaderConfig, model: ModelInfo) -> CostWeights:
+    """Return the weights of the settings, or of the model's operations."""
+    if config.cost_weights is None:
+        return model.weights
+    weights = CostWeights.of(config.cost_weights)
+    if model.config is not None and weights.names != model.weights.names:
+        logger.warning(
+            "cost_weights has %s, but %s has layers for %s: were they measured with another model?",
+            ", ".join(weights.names),
+            model.name,
+            ", ".join(model.weights.names),
+        )
+    return weights
 
 
 def encoding_dataset(config: LoaderConfig, opened: OpenedData, capacity: int) -> PreTokenizedDatasetWrapper:
@@ -291,7 +310,7 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
     try:
         weights = CostWeights.of_model(config)
     except ConfigError:  # its sizes have unknown names: the usual proportions
-        weights = CostWeights()
+        weights = USUAL_WEIGHTS
     return ModelInfo(
         get_rope_index=rope_index(known),
         attn_implementation=attention_of(config),

@@ -11,6 +11,7 @@ import orjson
 
 from packhorse.count.contents import Content
 from packhorse.errors import ConfigError, list_some
+from packhorse.plan.cost_model import CostWeights
 from packhorse.plan.schedule import BatchLayout, ResumeSegment
 
 VERSION = 2
@@ -23,7 +24,8 @@ _DESCRIPTIONS = {
     "capacity": "the capacity of a pack",
     "rows": "the rows of the dataset",
     "media": "the media of the samples",
-    "weights": "the compute cost of tokens and patches (the model's sizes, or another version's cost model)",
+    "weights": "the compute cost of tokens and patches (cost_weights, the model's sizes, or another "
+    "version's cost model)",
     "planner": "the version of the planner",
     "order": "the version of the schedule",
     "spread": "spread_datasets",
@@ -51,11 +53,19 @@ class LoaderState:
         segments: the layouts under which packs of this epoch were scheduled, and how many micro-steps of each
             were used. A run that keeps its layout has one.
         used: samples delivered and lost in these steps, over all ranks; None if unknown.
+        weights: the measured cost weights by which this epoch was scheduled; None for the planner's.
+        next_weights: those of the epochs after this one, if they were measured in it.
     """
 
     epoch: int = 0
     segments: tuple[ResumeSegment, ...] = field(default=())
     used: Tally | None = field(default_factory=Tally)
+    weights: CostWeights | None = None
+    next_weights: CostWeights | None = None
+
+    def start_of(self, epoch: int) -> LoaderState:
+        """Return the state at the start of another epoch, with the last weights that were measured."""
+        return LoaderState(epoch, weights=self.next_weights or self.weights)
 
     @property
     def cursor(self) -> int:
@@ -98,6 +108,8 @@ class LoaderState:
             "epoch": self.epoch,
             "segments": [list(segment) for segment in self.segments],
             "used": None if self.used is None else list(self.used),
+            "weights": None if self.weights is None else self.weights.to_dict(),
+            "next_weights": None if self.next_weights is None else self.next_weights.to_dict(),
         }
 
     @classmethod
@@ -146,7 +158,11 @@ class LoaderState:
         if not segments or min(numbers) < 0:
             message = f"not the state of a loader: epoch {epoch}, segments {segments}, used {used}"
             raise ConfigError(message, setting="state", value=numbers)
-        return cls(epoch, segments, used)
+        weights, next_weights = (
+            None if (values := state.get(name)) is None else CostWeights.of(values)
+            for name in ("weights", "next_weights")
+        )
+        return cls(epoch, segments, used, weights, next_weights)
 
 
 def _check_data(saved: Sequence[tuple[str, str]], contents: Sequence[Content]) -> None:

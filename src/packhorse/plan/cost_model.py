@@ -1,15 +1,19 @@
-"""Cost of training on samples and packs, in floating-point operations.
+"""Cost of training on samples and packs: counted in operations, or measured in seconds.
 
 Per token and pair of tokens of a document for the language model (layers with a window or chunks compute
-fewer pairs, layers with a state none), per patch and pair of patches of a media item for the vision encoder.
-Packs of equal length differ by up to a factor of two.
+fewer pairs, layers with a state none); per patch, pair of patches and media item for the vision encoder; and
+per pack. Packs of equal length differ by up to a factor of two. :mod:`packhorse.plan.cost_fit` fits the
+weights to measured times.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +25,19 @@ from packhorse.types import MEDIA_KINDS, Floats, Integers, MediaMask
 if TYPE_CHECKING:
     from packhorse.plan.pack_plan import PackPlan
 
+# What small kernels of the vision encoder cost beyond their operations, in patches: each image, and each call
+# of the encoder. See docs/explanation/planning.md.
+_ITEM_PATCHES, _ENCODER_PATCHES = 32, 8192
+
 PairWeights: TypeAlias = tuple[tuple[int, float], ...]
+Unit: TypeAlias = Literal["operations", "seconds"]
+
+_SINGLE = ("token", "token_pair", "patch", "patch_pair", "item", "encoder", "supervised", "pack")
 
 
 @dataclass(frozen=True, slots=True)
 class CostWeights:
-    """Floating-point operations of a forward pass (or any other unit of cost).
+    """Weights of what a sample or pack consists of; its cost is their sum.
 
     The defaults are for a language model of 7 B parameters with a vision encoder of 0.6 B.
 
@@ -39,6 +50,14 @@ class CostWeights:
         window_pairs: attention with a sliding window: for each window its tokens, and the weight of each
             of its pairs (see :func:`token_pairs`).
         chunk_pairs: the same for attention inside chunks.
+        item: for each image and video, in addition to its patches: operations that take longer than their
+            number suggests, because they are small.
+        encoder: for each pack with images or videos: the vision encoder is called.
+        supervised: for each supervised token: its logits may be the only ones that are computed. 0 in weights
+            that count operations, which contain the logits of all tokens.
+        pack: for each pack, whatever is in it.
+        unit: ``"operations"``, floating-point operations of a forward pass, if the weights were computed from
+            a model's sizes; ``"seconds"`` of a training step if they were measured.
     """
 
     token: float = 1.41e10
@@ -47,16 +66,91 @@ class CostWeights:
     patch_pair: float = 1.64e5
     window_pairs: PairWeights = ()
     chunk_pairs: PairWeights = ()
+    item: float = 0.0
+    encoder: float = 0.0
+    supervised: float = 0.0
+    pack: float = 0.0
+    unit: Unit = "operations"
 
     def __post_init__(self) -> None:
-        for name in ("token", "token_pair", "patch", "patch_pair"):
+        for name in _SINGLE:
             weight = getattr(self, name)
-            if weight < 0 or (name == "token" and weight == 0):
+            if not 0 <= weight < float("inf") or (name == "token" and weight == 0):
                 raise ConfigError.of(name, weight, "expected 0 or more, and more than 0 for token")
         for name in ("window_pairs", "chunk_pairs"):
             if any(tokens < 1 or weight < 0 for tokens, weight in getattr(self, name)):
                 expected = "expected tokens of at least 1 and weights of 0 or more"
                 raise ConfigError.of(name, getattr(self, name), expected)
+
+    @property
+    def basis(self) -> str:
+        """What a balance by these weights is predicted from."""
+        return "operations" if self.unit == "operations" else "measured times"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the weights, in the order of :meth:`values` and :func:`cost_features`."""
+        local = {"window": self.window_pairs, "chunk": self.chunk_pairs}
+        return (*_SINGLE, *(f"{kind}_pair {tokens}" for kind, pairs in local.items() for tokens, _ in pairs))
+
+    def values(self) -> Floats:
+        """Return all weights as an array."""
+        local = (weight for pairs in (self.window_pairs, self.chunk_pairs) for _, weight in pairs)
+        return np.array([*(getattr(self, name) for name in _SINGLE), *local], np.float64)
+
+    def with_values(self, values: npt.ArrayLike, unit: Unit) -> CostWeights:
+        """Return weights of the same windows and chunks with other values, ordered as in :meth:`values`."""
+        numbers = [float(value) for value in np.asarray(values, np.float64)]
+        single, local = dict(zip(_SINGLE, numbers, strict=False)), iter(numbers[len(_SINGLE) :])
+        window_pairs, chunk_pairs = (
+            tuple((tokens, next(local)) for tokens, _ in pairs)
+            for pairs in (self.window_pairs, self.chunk_pairs)
+        )
+        return replace(self, **single, window_pairs=window_pairs, chunk_pairs=chunk_pairs, unit=unit)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the weights as plain values, for JSON."""
+        return {name: _as_lists(value) for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CostWeights:
+        """Return the weights of :meth:`to_dict`; other names raise, but for ``measured``, a remark."""
+        known = [setting.name for setting in fields(cls)]
+        given = {str(name): value for name, value in values.items() if name != "measured"}
+        if unknown := sorted(given.keys() - set(known)):
+            expected = f"expected {', '.join(known)}"
+            raise ConfigError.of("cost_weights", unknown[0], expected)
+        if given.get("unit", "operations") not in get_args(Unit):
+            raise ConfigError.of("unit", given["unit"], f"expected one of {', '.join(get_args(Unit))}")
+        try:
+            for name in ("window_pairs", "chunk_pairs"):
+                given[name] = tuple((int(tokens), float(weight)) for tokens, weight in given.get(name, ()))
+            given |= {name: float(given[name]) for name in _SINGLE if name in given}
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"cost_weights are not numbers: {error}", setting="cost_weights") from error
+        return cls(**given)
+
+    @classmethod
+    def of(cls, given: CostWeights | Mapping[str, Any] | str | os.PathLike[str]) -> CostWeights:
+        """Return weights as they are, from plain values, or from a JSON file of ``packhorse calibrate``.
+
+        Raises:
+            ConfigError: the file cannot be read, or has something else in it.
+        """
+        if isinstance(given, CostWeights):
+            return given
+        if isinstance(given, Mapping):
+            return cls.from_dict(given)
+        path = os.fspath(given)
+        try:
+            with open(path, "rb") as file:
+                values = json.load(file)
+        except (OSError, ValueError) as error:
+            message = f"cost_weights {path} cannot be read ({error}): `packhorse calibrate` writes a file"
+            raise ConfigError(message, setting="cost_weights", path=path) from error
+        if not isinstance(values, Mapping):
+            raise ConfigError.of("cost_weights", path, "expected a JSON object with a number for each weight")
+        return cls.from_dict(values)
 
     @classmethod
     def of_model(cls, config: Config) -> CostWeights:
@@ -73,6 +167,9 @@ class CostWeights:
 
         - patch: ``l * (8h² + 4hi)``, and with window attention the pairs inside the window
         - patch pair: ``4h`` for each layer that attends over the whole media item
+
+        In addition, each image costs as much as 32 patches more, and each call of the vision encoder as much
+        as 8,192: its many small kernels take longer than their operations suggest.
 
         The config names the kind of each layer, and which have experts. Layers with a sliding window or
         chunks have pairs inside these alone, as with kernels that skip masked pairs; gated delta nets, state
@@ -93,7 +190,17 @@ class CostWeights:
                 full += layer.pair
         token = head + sum(layer.token for layer in layers)
         patch, patch_pair = (0.0, 0.0) if vision is None else _vision(vision)
-        return cls(float(token), float(full), patch, patch_pair, _weights(windows), _weights(chunks))
+        weights = cls(float(token), float(full), patch, patch_pair, _weights(windows), _weights(chunks))
+        return weights.with_overhead()
+
+    def with_overhead(self) -> CostWeights:
+        """Return weights in which each image, and each call of the vision encoder, cost some patches more."""
+        return replace(self, item=_ITEM_PATCHES * self.patch, encoder=_ENCODER_PATCHES * self.patch)
+
+
+def _as_lists(value: Any) -> Any:
+    """Return tuples as lists, as JSON has them."""
+    return [_as_lists(part) for part in value] if isinstance(value, tuple) else value
 
 
 def _weights(pairs: Counter[int]) -> PairWeights:
@@ -125,6 +232,8 @@ def sample_costs(
     *,
     patches: npt.ArrayLike | None = None,
     patch_pairs: npt.ArrayLike | None = None,
+    items: npt.ArrayLike | None = None,
+    supervised: npt.ArrayLike | None = None,
 ) -> Floats:
     """Return the cost of each sample, which is the same in any pack.
 
@@ -134,18 +243,59 @@ def sample_costs(
         patches: vision patches of each sample; none if not given.
         patch_pairs: the sum of ``m * m`` over the media (or frames, if the encoder attends within a frame) of
             ``m`` patches of each sample; None assumes one media item per sample.
+        items: images and videos of each sample; None assumes one for each sample with patches.
+        supervised: supervised tokens of each sample; none if not given.
     """
-    tokens = np.asarray(lengths, np.float64)
-    costs: Floats = weights.token * tokens + weights.token_pair * tokens**2
-    for window, weight in weights.window_pairs:
-        costs += weight * token_pairs(tokens, window=window)
-    for chunk, weight in weights.chunk_pairs:
-        costs += weight * token_pairs(tokens, chunk=chunk)
-    if patches is not None:
-        vision = np.asarray(patches, np.float64)
-        pairs = vision**2 if patch_pairs is None else np.asarray(patch_pairs, np.float64)
-        costs += weights.patch * vision + weights.patch_pair * pairs
+    costs = np.zeros(len(np.asarray(lengths)), np.float64)
+    for weight, feature in zip(
+        weights.values(), _features(lengths, weights, patches, patch_pairs, items, supervised), strict=True
+    ):
+        if weight:
+            costs += weight * feature
     return costs
+
+
+def cost_features(
+    lengths: npt.ArrayLike,
+    weights: CostWeights,
+    *,
+    patches: npt.ArrayLike | None = None,
+    patch_pairs: npt.ArrayLike | None = None,
+    items: npt.ArrayLike | None = None,
+    supervised: npt.ArrayLike | None = None,
+) -> Floats:
+    """Return what the weights of each sample are multiplied with: [samples, ``len(weights.names)``].
+
+    Takes the arguments of :func:`sample_costs`. The columns of ``encoder`` and ``pack`` are 0: a sample is no
+    pack. The features of a pack are the sums of those of its samples, with 1 in these columns.
+    """
+    return np.stack(list(_features(lengths, weights, patches, patch_pairs, items, supervised)), axis=1)
+
+
+def _features(
+    lengths: npt.ArrayLike,
+    weights: CostWeights,
+    patches: npt.ArrayLike | None,
+    patch_pairs: npt.ArrayLike | None,
+    items: npt.ArrayLike | None,
+    supervised: npt.ArrayLike | None,
+) -> Iterator[Floats]:
+    """Yield the feature of each weight, one by one: together they are large for millions of samples."""
+    tokens = np.asarray(lengths, np.float64)
+    vision = np.zeros_like(tokens) if patches is None else np.asarray(patches, np.float64)
+    yield tokens
+    yield tokens**2
+    yield vision
+    yield vision**2 if patch_pairs is None else np.asarray(patch_pairs, np.float64)
+    yield (vision > 0).astype(np.float64) if items is None else np.asarray(items, np.float64)
+    nothing = np.zeros_like(tokens)
+    yield nothing  # packs have an encoder
+    yield nothing if supervised is None else np.asarray(supervised, np.float64)
+    yield nothing  # and are packs
+    for window, _ in weights.window_pairs:
+        yield token_pairs(tokens, window=window)
+    for chunk, _ in weights.chunk_pairs:
+        yield token_pairs(tokens, chunk=chunk)
 
 
 def token_pairs(lengths: npt.ArrayLike, *, window: int | None = None, chunk: int | None = None) -> Floats:
@@ -184,9 +334,22 @@ def patch_pairs_of(media_patches: npt.ArrayLike, offsets: npt.ArrayLike, frames:
     return pairs
 
 
-def pack_costs(plan: PackPlan, costs: npt.ArrayLike) -> Floats:
-    """Return the cost of each pack, from :func:`sample_costs`."""
+def pack_costs(
+    plan: PackPlan,
+    costs: npt.ArrayLike,
+    weights: CostWeights | None = None,
+    *,
+    patches: npt.ArrayLike | None = None,
+) -> Floats:
+    """Return the cost of each pack, from :func:`sample_costs`; ``weights`` adds what a pack itself costs.
+
+    ``patches`` of each sample say which packs have images.
+    """
     totals: Floats = plan.sums(np.asarray(costs, np.float64))
+    if weights is not None:
+        totals = totals + weights.pack
+    if weights is not None and patches is not None:
+        totals = totals + weights.encoder * (plan.sums(np.asarray(patches, np.int64)) > 0)
     return totals
 
 

@@ -137,6 +137,8 @@ def main_dataset(
 
 Masks = npt.NDArray[np.uint8]
 
+VISUAL = np.uint8(MediaMask.of(("image", "video")))
+
 NOTHING = -1
 """In a schedule: no pack."""
 
@@ -184,11 +186,24 @@ class SampleInfo:
         costs: cost of training on it, more than 0.
         media_masks: its :class:`~packhorse.types.MediaMask`.
         dataset_ids: its dataset; None does not spread datasets.
+        pack_cost: cost of each pack in addition to its samples.
+        encoder_cost: likewise of each pack with images or videos; 0 if all ranks of a step have it.
     """
 
     costs: Floats
     media_masks: Masks
     dataset_ids: Integers | None = None
+    pack_cost: float = 0.0
+    encoder_cost: float = 0.0
+
+    def cost(self, samples: Integers) -> float:
+        """Return the cost of a pack of these samples."""
+        costs, mask = float(self.costs[samples].sum()), np.bitwise_or.reduce(self.media_masks[samples])
+        return costs + float(self.costs_of_packs(np.array([mask], np.uint8))[0])
+
+    def costs_of_packs(self, media_masks: Masks) -> Floats:
+        """Return the cost of packs with these media in addition to their samples."""
+        return self.pack_cost + self.encoder_cost * np.asarray(media_masks & VISUAL > 0, np.float64)
 
 
 class Packs:
@@ -197,10 +212,11 @@ class Packs:
     def __init__(self, plan: PackPlan, info: SampleInfo) -> None:
         self.plan, self.info = plan, info
         starts, ordered = plan.offsets[:-1], plan.indices
-        self.costs: Floats = np.add.reduceat(info.costs[ordered], starts) if len(plan) else np.zeros(0)
         self.media_masks: Masks = (
             np.bitwise_or.reduceat(info.media_masks[ordered], starts) if len(plan) else np.zeros(0, np.uint8)
         )
+        of_samples = np.add.reduceat(info.costs[ordered], starts) if len(plan) else np.zeros(0)
+        self.costs: Floats = of_samples + info.costs_of_packs(self.media_masks)
         hashed = blake2b(np.ascontiguousarray(plan.offsets).data, digest_size=12)
         hashed.update(np.ascontiguousarray(plan.indices).data)
         self.digest = hashed.hexdigest()
@@ -251,14 +267,14 @@ class Units:
         """Return the cost of a unit, also before :meth:`merge_parts`."""
         if unit < len(self.costs):
             return float(self.costs[unit])
-        return float(self.info.costs[self.samples(unit)].sum())
+        return self.info.cost(self.samples(unit))
 
     def merge_parts(self) -> None:
         """Append the new parts to the arrays."""
         new = self.parts[len(self.costs) - len(self.plan) :]
         if not new:
             return
-        self.costs = np.append(self.costs, [self.info.costs[part].sum() for part in new])
+        self.costs = np.append(self.costs, [self.info.cost(part) for part in new])
         masks = np.array([np.bitwise_or.reduce(self.info.media_masks[part]) for part in new], np.uint8)
         self.media_masks = np.append(self.media_masks, masks)
         if self.dataset_ids is not None:

@@ -25,6 +25,7 @@ def compare_baselines(
     costs: Floats,
     weights: CostWeights,
     *,
+    pack_cost: float = 0.0,
     pack_size: int,
     batch_size: int,
     ranks: int,
@@ -33,7 +34,8 @@ def compare_baselines(
     """Return steps, computed tokens, straggler ratio and cost of an epoch, by method.
 
     ``random`` and ``length_grouped`` are padded batches of ``batch_size`` rows per rank, ``trl`` is one pack
-    of TRL per rank. The cost of a step is that of its slowest rank.
+    of TRL per rank. The cost of a step is that of its slowest rank; ``pack_cost`` is that of a batch or pack
+    in addition to its rows.
     """
     order = draw.permutation(len(lengths))
     media = np.maximum(costs - sample_costs(lengths, weights), 0)  # not padded
@@ -41,10 +43,10 @@ def compare_baselines(
     for name, rows in (("random", order), ("length_grouped", group_by_length(lengths, order, batch_size))):
         batches = _fill_last(rows, batch_size * ranks).reshape(-1, batch_size)
         of_batches = batch_size * sample_costs(lengths[batches].max(axis=1), weights)
-        of_batches += media[batches].sum(axis=1)
+        of_batches += media[batches].sum(axis=1) + pack_cost
         reports[name] = {"slots": padded_slots(lengths[rows], batch_size), **_summarize(of_batches, ranks)}
     packs = pack_like_trl(lengths[order], pack_size)
-    of_packs = draw.permutation(np.bincount(packs, weights=costs[order]))
+    of_packs = draw.permutation(np.bincount(packs, weights=costs[order])) + pack_cost
     fill = int(lengths.sum()) / (len(of_packs) * pack_size) if len(of_packs) else 0.0
     reports["trl"] = {
         "slots": int(lengths.sum()),

@@ -28,7 +28,7 @@ from packhorse.cli.terminal import in_options
 from warm_python import run_warm
 
 PACKHORSE = str(Path(sys.executable).with_name("packhorse"))
-COMMANDS = ("demo", "stats", "count", "plan", "check", "view", "parity", "ledger", "convert")
+COMMANDS = ("demo", "stats", "count", "plan", "check", "view", "parity", "calibrate", "ledger", "convert")
 ON_A_META_FILE = ("stats", "count", "plan", "check", "view", "parity")
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 

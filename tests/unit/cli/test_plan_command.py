@@ -103,6 +103,7 @@ def test_the_names_of_the_json_stay(report: dict[str, Any]) -> None:
         *(
             "padded_wasted",
             "documents_per_pack",
+            "cost_basis",
             "straggler",
             "reasons",
             "bad",

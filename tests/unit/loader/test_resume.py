@@ -346,16 +346,20 @@ def test_packs_that_another_solver_has_planned_are_rejected():
     assert loader.state_dict() == before
 
 
-def test_the_cost_of_windows_is_in_the_state_of_models_that_have_them_alone():
-    def made_from(name):
-        loader = load(texts(20), family=name, model=tiny_model(name).config)
+def test_the_cost_of_windows_and_images_is_in_the_state_of_models_that_have_them_alone():
+    def made_from(name, **options):
+        settings = {"family": name, "model": tiny_model(name).config, **options}
+        loader = load(texts(20), **settings)
         delivered_rows(loader, 2)
         state = json.loads(json.dumps(loader.state_dict()))
-        load(texts(20), family=name, model=tiny_model(name).config).load_state_dict(state)
+        load(texts(20), **settings).load_state_dict(state)
         return state["made_from"]["source"]["weights"]
 
-    assert len(made_from("qwen2_vl")) == 4  # as in states of earlier versions
-    *_, windows, chunks = made_from("gemma3")
+    assert made_from("qwen2_vl", cost_weights={"token": 2, "patch": 3})[:4] == [2, 201000.0, 3, 164000.0]
+    assert len(made_from("qwen2_vl", cost_weights={"token": 2})) == 4  # as in states of earlier versions
+    assert len(made_from("qwen2_vl")) == 8
+    *_, windows, chunks, item, encoder, _, _ = made_from("gemma3")
+    assert 0 < item < encoder
     assert [window for window, _ in windows] == [512]
     assert chunks == []
 

@@ -565,6 +565,7 @@ def plan_plots(report: Mapping[str, Any]) -> Values:
     first = next((place for place, count in enumerate(length["counts"]) if count), 0)
     edges = length["edges"][first:]
     # With more ranks than packs some ranks wait, however packs are scheduled.
+    basis = f", predicted from {report['cost_basis']}" if "cost_basis" in report else ""  # of older plans
     stragglers = [point for point in report["straggler"] if point["ranks"] <= max(1, report["packs"])]
     return {
         "fill_plot": plots.bars(
@@ -580,7 +581,7 @@ def plan_plots(report: Mapping[str, Any]) -> Values:
             every=max(1, len(edges) // 7),
         ),
         "mix_plot": plots.mix(report["datasets"], "Tokens of each dataset by kind"),
-        "straggler_plot": plots.line(stragglers, "Straggler ratio by number of ranks"),
+        "straggler_plot": plots.line(stragglers, f"Straggler ratio by number of ranks{basis}"),
         "methods": compared_methods(report),
         "kinds": [kind for kind in plots.KINDS if any(dataset[kind] for dataset in report["datasets"])],
     }
