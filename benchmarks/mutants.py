@@ -77,9 +77,9 @@ MUTANTS = (
     ),
     Mutant(
         "the gradient is that of the first token's factor",
-        "integrations/loss.py",
-        "shares.mul_(-scale[:, None])",
-        "shares.mul_(-scale[:1, None])",
+        "families/logits.py",
+        "shares.mul_(-outer[part, None])",
+        "shares.mul_(-outer[part][:1, None])",
         ("tests/unit/integrations/test_token_loss.py",),
     ),
     Mutant(

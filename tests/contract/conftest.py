@@ -39,8 +39,9 @@ def uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def attention_as_before() -> Iterator[None]:
-    """Restore the attention backend of every tiny model after the test."""
+    """Restore the attention backend of every tiny model after the test, and let it compute all logits."""
     from contract.tiny_models import MODELS, tiny_model
+    from packhorse.families.logits import LogitsChoice, set_logits
     from packhorse.families.models import attention_of
     from packhorse.integrations.attention import use_attention
 
@@ -48,3 +49,4 @@ def attention_as_before() -> Iterator[None]:
     yield
     for name, attention in before.items():
         use_attention(tiny_model(name), attention)
+        set_logits(tiny_model(name), LogitsChoice())

@@ -319,7 +319,7 @@ def measure(subject: Subject, backend: str) -> Measurement:
     model = copy.deepcopy(plain)
     # prepare rejects flex attention on a CPU, because it has no backward pass there.
     prepared = "auto" if backend == "flex_attention" else backend
-    packhorse.prepare(model, prepared, device="cpu", longest=_LONGEST)
+    packhorse.prepare(model, prepared, device="cpu", longest=_LONGEST, logits="all")
     if backend == "flex_attention":
         use_attention(model, backend)
     attention = attention_of(model)
@@ -393,7 +393,7 @@ def _unprepared_change(subject: Subject, plain: Any) -> float:
     Attention keeps documents apart by a mask: layers that are not prepared may reject boundaries.
     """
     prepared = copy.deepcopy(plain)
-    packhorse.prepare(prepared, device="cpu", longest=_LONGEST)
+    packhorse.prepare(prepared, device="cpu", longest=_LONGEST, logits="all")
     rows, others = documents(0, subject.images), documents(1, subject.images)
     batches = _load_pair(subject, prepared, rows, others)
     use_attention(plain, attention_of(prepared))
@@ -518,7 +518,7 @@ def _examine_rejected(subject: Subject, model: Any, packing: Packing) -> tuple[s
             load_padded(model)
         return ENCODER_DECODER, reason
     if not packing.known:
-        prepared = packhorse.prepare(model, device="cpu", longest=_LONGEST, allow_unproven=True)
+        prepared = packhorse.prepare(model, device="cpu", longest=_LONGEST, logits="all", allow_unproven=True)
         assert "not proven" in str(prepared)
         try:
             load_packed(model)

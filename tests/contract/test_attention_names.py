@@ -58,7 +58,8 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[AttentionInterfac
 
 def logits_of(model: Any, batch: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(**model_inputs(batch, model)).logits
+        model_inputs(batch, model)  # checks the model
+        return model(**model_inputs(batch)).logits
 
 
 @pytest.mark.parametrize(
