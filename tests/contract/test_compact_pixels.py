@@ -228,6 +228,8 @@ def test_bytes_are_the_pixels_whatever_is_done_with_them(tmp_path: Path) -> None
     assert pixels.to(memory_format=torch.channels_last).is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(pixels.to(torch.float64), expected.to(torch.float64))
     assert torch.equal(pixels.half(), expected.half())
+    other = pixels.to("meta", non_blocking=True)  # another device: the bytes are moved, and expanded there
+    assert (type(other), other.shape, other.dtype) == (torch.Tensor, expected.shape, expected.dtype)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])

@@ -193,6 +193,19 @@ def test_adapters_of_the_head_and_the_decoder_get_the_same_gradients(
     check(parity, mode, train(model, batch), expected, other, wrong)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_virtual_tokens_of_prompt_tuning_need_all_logits(mode: str) -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    base = make_model(attention="sdpa", logits=mode)
+    batch = {"input_ids": torch.arange(5, 25)[None], "attention_mask": torch.ones(1, 20, dtype=torch.int64)}
+    batch["labels"] = batch["input_ids"].roll(-1, 1).index_fill(1, torch.arange(9), IGNORE_INDEX)
+    assert "logits_to_keep" in model_inputs(batch, base)
+    model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    assert "logits_to_keep" not in model_inputs(batch, model)
+    assert "logits_to_keep" not in model_inputs(batch, torch.nn.parallel.DataParallel(model))
+
+
 @pytest.mark.parametrize("settings", [PACK, PADDED], ids=["a pack", "rows"])
 @pytest.mark.parametrize("mode", MODES)
 def test_loss_weights_are_cut_as_labels_are(

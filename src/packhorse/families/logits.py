@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import ConfigError
-from packhorse.families.models import resolve_model, text_config, unwrap
+from packhorse.families.models import has_virtual_tokens, resolve_model, text_config, unwrap
 
 LogitsMode = Literal["all", "supervised", "chunked"]
 CHUNK_LABELS = "chunk_labels"
@@ -45,9 +45,14 @@ class LogitsChoice:
 
 
 def logits_of(model: object) -> LogitsChoice:
-    """Return which logits a model computes: all of them if it is not prepared."""
+    """Return which logits a model computes: all of them if it is not prepared, or adds virtual tokens.
+
+    Virtual tokens of prompt tuning move the positions of the others.
+    """
     try:
         inner = resolve_model(model)[0]
+        if inner is not None and has_virtual_tokens(model):
+            return LogitsChoice()
     except ConfigError:  # a module of the user, with a model somewhere inside
         return LogitsChoice()
     choice: LogitsChoice = getattr(inner, _CHOICE, LogitsChoice())

@@ -74,6 +74,12 @@ def is_compiled(model: object) -> bool:
     return any("_orig_mod" in _contents(part) for part in _unwrap_steps(model))
 
 
+def has_virtual_tokens(model: object) -> bool:
+    """Return whether an adapter of PEFT around a model puts tokens of its own before each row."""
+    configs = (getattr(part, "active_peft_config", None) for part in _unwrap_steps(model))
+    return any(getattr(config, "is_prompt_learning", False) for config in configs)
+
+
 def _unwrap_steps(model: object) -> Iterator[Any]:
     """Yield a wrapper, what it wraps, and so on to the model; ConfigError if there is none."""
     inner: Any = model

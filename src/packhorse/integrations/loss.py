@@ -171,9 +171,11 @@ def _positions(logits: torch.Tensor, labels: torch.Tensor, supervised: int | Non
     number = max(supervised, 1)  # a model computes the logits of one token where no token has a label
     if logits.shape[:-1] in ((1, number), (number,)) or logits.shape == (number,):
         return supervised_positions(labels, number)
-    detail = f"expected the shape [B, S] of the logits {tuple(logits.shape)}, or {supervised:,} supervised"
-    hint = "tokens, as the logits have; labels of a batch are already shifted, do not cut them"
-    raise ConfigError.of("labels", tuple(labels.shape), f"{detail} {hint}")
+    detail = f"{supervised:,} of their tokens are supervised, and the logits are {tuple(logits.shape)}"
+    hint = (
+        "expected logits of all tokens [B, S, vocabulary], or of the supervised ones; labels of a batch are "
+    )
+    raise ConfigError.of("labels", tuple(labels.shape), f"{detail}: {hint}already shifted, do not cut them")
 
 
 def _log_probs_at(

@@ -147,7 +147,8 @@ def fit_epoch(epoch: MeasuredEpoch, times: StepTimes, before: CostWeights, ranks
     """Fit the cost weights to the steps of all ranks; all ranks call this and get the same weights."""
     steps, seconds = epoch.steps(), times.seconds()
     own = [seconds.get(step, float("nan")) for step in steps]
-    gathered = np.array(ranks.gather(own), np.float64).reshape(-1, len(steps))
+    of_ranks = ranks.gather(own)
+    gathered = np.array(of_ranks, np.float64).reshape(len(of_ranks), len(steps))
     return ranks.broadcast("fit the cost weights", partial(_fit, epoch, steps, gathered.T, before))
 
 

@@ -159,7 +159,7 @@ class LoaderState:
             message = f"not the state of a loader: epoch {epoch}, segments {segments}, used {used}"
             raise ConfigError(message, setting="state", value=numbers)
         weights, next_weights = (
-            None if (values := state.get(name)) is None else CostWeights.of(values)
+            None if (values := state.get(name)) is None else CostWeights.from_dict(values)
             for name in ("weights", "next_weights")
         )
         return cls(epoch, segments, used, weights, next_weights)

@@ -81,6 +81,8 @@ def fit_weights(features: npt.ArrayLike, seconds: npt.ArrayLike, weights: CostWe
     present = (x > 0).any(axis=0)
     if len(y) <= present.sum():
         problem = f"{len(y)} measured times for {int(present.sum())} weights; more are needed"
+        if not measured:
+            problem = "no step was measured on all ranks"
         return CostFit(weights, measured, measured - len(y), problem=problem)
     scaled = before * float(np.median(y / (x @ before)))
     fitted, counts = _fit(x[:, present], y, scaled[present])

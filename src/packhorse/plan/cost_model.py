@@ -78,7 +78,7 @@ class CostWeights:
             if not 0 <= weight < float("inf") or (name == "token" and weight == 0):
                 raise ConfigError.of(name, weight, "expected 0 or more, and more than 0 for token")
         for name in ("window_pairs", "chunk_pairs"):
-            if any(tokens < 1 or weight < 0 for tokens, weight in getattr(self, name)):
+            if not all(tokens >= 1 and 0 <= weight < float("inf") for tokens, weight in getattr(self, name)):
                 expected = "expected tokens of at least 1 and weights of 0 or more"
                 raise ConfigError.of(name, getattr(self, name), expected)
 
@@ -114,7 +114,10 @@ class CostWeights:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CostWeights:
-        """Return the weights of :meth:`to_dict`; other names raise, but for ``measured``, a remark."""
+        """Return the weights of :meth:`to_dict`; other names raise, but for ``measured``, a remark.
+
+        Weights that are not named are 0, not those of the default model, which may be in another unit.
+        """
         known = [setting.name for setting in fields(cls)]
         given = {str(name): value for name, value in values.items() if name != "measured"}
         if unknown := sorted(given.keys() - set(known)):
@@ -128,7 +131,7 @@ class CostWeights:
             given |= {name: float(given[name]) for name in _SINGLE if name in given}
         except (TypeError, ValueError) as error:
             raise ConfigError(f"cost_weights are not numbers: {error}", setting="cost_weights") from error
-        return cls(**given)
+        return cls(**{**dict.fromkeys(_SINGLE, 0.0), **given})
 
     @classmethod
     def of(cls, given: CostWeights | Mapping[str, Any] | str | os.PathLike[str]) -> CostWeights:

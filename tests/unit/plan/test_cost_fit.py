@@ -96,7 +96,7 @@ def test_with_fewer_times_than_weights_the_weights_stay(number):
     features = packs(number + 1, np.random.default_rng(1))[:number]
     fit = fit_weights(features, times_by(features, WINDOWED, np.ones(9)), WINDOWED)
     assert fit.weights is WINDOWED
-    assert f"{number} measured times for" in fit.problem
+    assert (f"{number} measured times for" if number else "no step was measured") in fit.problem
     assert fit.describe().startswith("cost weights unchanged: ")
 
 
