@@ -192,7 +192,7 @@ def test_batches_with_bytes_become_those_of_the_processor(tmp_path: Path, name: 
     plain, auto, compact, glue = (
         load(data, name, mode=mode, pixels=p) for p in ("processor", "auto", "compact", "auto")
     )
-    for expected, usual, batch, again in zip(plain, auto, compact, glue.compact_batches(), strict=True):
+    for expected, usual, batch, again in zip(plain, auto, compact, glue.keep_bytes(), strict=True):
         assert type(usual["pixel_values"]) is type(expected["pixel_values"]) is torch.Tensor
         assert_same(usual, expected)
         assert type(batch["pixel_values"]) is BytePixels

@@ -98,6 +98,7 @@ def mixed_loader(processor: Any, model: Any, rank: int, placeholder: Literal["au
         pack_size=256,
         max_documents=1,
         placeholder=placeholder,
+        cost_weights={"token": 1.0},  # the same steps with and without placeholders
     )
 
 

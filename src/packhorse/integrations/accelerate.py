@@ -80,7 +80,7 @@ def steps(accelerator: Accelerator, loader: Loader) -> Iterator[tuple[list[Batch
         ConfigError: packed rows are wrong for a prepared model.
     """
     _check_models(accelerator, loader)
-    for group in grouped(loader.compact_batches(), accelerator.gradient_accumulation_steps):
+    for group in grouped(loader.keep_bytes(), accelerator.gradient_accumulation_steps):
         yield [to_device(batch, accelerator.device) for batch in group], count_for_loss(group)
 
 

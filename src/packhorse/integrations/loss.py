@@ -346,7 +346,7 @@ def evaluate(model: torch.nn.Module, loader: Loader, group: dist.ProcessGroup | 
     device = next(model.parameters()).device
     totals = torch.zeros(4, dtype=torch.float64)  # cross entropy, weights, tokens, loss of the router
     with evaluation_mode(model):
-        for number, batch in enumerate(loader.compact_batches()):
+        for number, batch in enumerate(loader.keep_bytes()):
             moved = to_device(batch, device)
             inputs = model_inputs(moved, model, check=not number)  # checking one batch is enough
             output, weight = model(**inputs), count_batch_supervised(batch)

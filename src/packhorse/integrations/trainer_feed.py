@@ -72,7 +72,7 @@ class TrainerFeed:
     """
 
     def __init__(self, loader: Loader) -> None:
-        self.loader, self.dataset = loader, loader.dataset
+        self.loader, self.dataset = loader.keep_bytes(), loader.dataset
         self._length = len(loader)  # a resumed epoch may be shorter
         self._reset()
 
@@ -88,7 +88,7 @@ class TrainerFeed:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self.loader.compact_batches()  # starts the next epoch if this one is over
+        batches = iter(self.loader)  # starts the next epoch if this one is over
         if self.loader.epoch != self.epoch:
             self._reset()
         return self._deliver(batches)

@@ -141,6 +141,7 @@ class Loader:
         self.model_name, self._model_proven = opened.model.name, opened.model.proven
         self.attn_implementation = attn_backend(config, opened.model) if config.mode == "pack" else None
         self._samples, self._planner = self._startup.samples, self._startup.planner
+        self._keep_bytes = config.pixels == "compact"
         if config.pixels != "processor":
             self._samples = compact_samples(self._samples, self._startup.media_mask)
             self._log_pixels()
@@ -311,22 +312,20 @@ class Loader:
         Raises:
             ConfigError: the chat template is not the one that tokens were counted with; also while iterating.
         """
-        return self._iterate(keep_bytes=self.config.pixels == "compact")
-
-    def compact_batches(self) -> Iterator[Batch]:
-        """Iterate as ``iter`` does with ``pixels="compact"``, for trainers, which move batches."""
-        return self._iterate(keep_bytes=True)
-
-    def _iterate(self, *, keep_bytes: bool) -> Iterator[Batch]:
         self._check_templates()
         if self._current.over:
             self._move_to(self._state.start_of(self.epoch + 1))
         self.metrics.pause()
         if self._times is not None:
             self._times.pause()
-        return self._batches(self._current, keep_bytes)
+        return self._batches(self._current)
 
-    def _batches(self, epoch: Epoch, keep_bytes: bool) -> Iterator[Batch]:
+    def keep_bytes(self) -> Loader:
+        """Let batches hold pixels as bytes with ``pixels="auto"``, for trainers, which move them."""
+        self._keep_bytes = self.config.pixels != "processor"
+        return self
+
+    def _batches(self, epoch: Epoch) -> Iterator[Batch]:
         if self.ledger.is_buffering:  # the run starts here, perhaps in the folder of an earlier one
             try:
                 roll_back(self.ledger, self.world, self.epoch, self._remaining_keys)
@@ -338,9 +337,7 @@ class Loader:
             self._undelivered = ()
         self._check_templates()
         requested = time.perf_counter()
-        for built in self._workers.batches(
-            self._work_items(epoch, keep_bytes), self.cursor, len(epoch.schedule)
-        ):
+        for built in self._workers.batches(self._work_items(epoch), self.cursor, len(epoch.schedule)):
             if epoch is not self._current:
                 return  # set_epoch or load_state_dict was called
             self._deliver(built, time.perf_counter() - requested)
@@ -361,12 +358,13 @@ class Loader:
                 "counted: set it before packhorse.load, or load the data once more"
             )
 
-    def _work_items(self, epoch: Epoch, keep_bytes: bool) -> Callable[[int], WorkItem]:
+    def _work_items(self, epoch: Epoch) -> Callable[[int], WorkItem]:
         """Return a function from a step to its work item.
 
         Captures the epoch, not ``self``, so the loader (and its workers) can be garbage-collected.
         """
         schedule, number, rank = epoch.schedule, self.epoch, self._plan_world.rank
+        keep_bytes = self._keep_bytes
         # With shard_data a rank does not know which media the others have in a step.
         always = self._startup.media_mask if self.config.shard_data else None
         if self.config.placeholder == "never":
