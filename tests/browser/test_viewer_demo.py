@@ -367,7 +367,7 @@ def test_every_text_has_enough_contrast(browser: Browser, server: Server, scheme
 def test_the_image_in_the_readme_is_of_this_viewer(page: Page, keep: Any) -> None:
     """``cp build/screenshots/viewer.png docs/images/`` renews it."""
     page.set_viewport_size({"width": 1280, "height": 766})
-    page.goto("/steps?world_size=4&epoch=1")
+    page.goto("/steps?world_size=4&epoch=2")
     _load_images(page)
     keep(page, "viewer")
     root = Path(__file__).parents[2]
