@@ -377,7 +377,7 @@ def test_logits_of_other_tokens_are_rejected(files: dict[str, Path]) -> None:
     (batch,) = load("qwen2_vl", files, model)
     labels, count = batch["labels"], batch.info.supervised
     for shape in ((1, count - 1, 9), (count + 1, 9), (count + 1,), (2, count, 9), (1, labels.numel() - 1, 9)):
-        with raises_config("labels", tuple(labels.shape), match=f"{count:,} supervised"):
+        with raises_config("labels", tuple(labels.shape), match=f"{count:,} of their tokens are supervised"):
             token_log_probs(torch.zeros(shape), labels)
     for shape in ((1, count, 300), (count, 300), (count,), (*labels.shape, 300)):
         assert token_log_probs(torch.zeros(shape), labels).shape == (count,)
