@@ -48,6 +48,7 @@ make_torchvision_importable()
 import packhorse
 from feed import BareProcessor, no_collate
 from packhorse import World
+from packhorse.families.pixels import BytePixels
 from packhorse.loader import Loader
 from promises import fact, make_parser, parse, promise, record_outcome
 from words import Text, qwen2_vl
@@ -222,7 +223,7 @@ def compare(meta: Path, processor: Any, workers: int, options: argparse.Namespac
 def report_memory(meta: Path, processor: Any) -> None:
     """Promise how much memory the pixels of a batch take on the way from a worker."""
     size = {
-        pixels: max(batch["pixel_values"].nbytes for batch in make_loader(meta, processor, pixels, 0))
+        pixels: max(bytes_of(batch["pixel_values"]) for batch in make_loader(meta, processor, pixels, 0))
         for pixels in ("compact", "processor")
     }
     for pixels, most in size.items():
@@ -236,6 +237,11 @@ def report_memory(meta: Path, processor: Any) -> None:
         at_least=False,
         kind="exact",
     )
+
+
+def bytes_of(pixels: torch.Tensor) -> int:
+    """Return the memory of a tensor of pixels."""
+    return int((pixels.data_bytes if isinstance(pixels, BytePixels) else pixels).nbytes)
 
 
 def report_cores(options: argparse.Namespace, processor: Any) -> None:
